@@ -32,7 +32,7 @@ from clusterddp.reporter import counted, say
 from clusterddp.training import script_steps, settings
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.stopping import Agreement, Stopping, open_store
-from clusterddp.worker import control_channel, own_saves, rank_exit
+from clusterddp.worker import control_channel, rank_exit, resume_watch
 from clusterddp.worker.signals import STOP_SIGNALS, described
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class ScriptLoop:
         else:
             self._step_done()
         if self._calls == 2:
-            self._read = own_saves.end_resume_watch()  # the script has read its save before its first step
+            self._read = resume_watch.end()  # the script has read its save before its first step
         stop = self._agreement.boundary()
         if stop:
             self._items = _epoch.done
@@ -190,7 +190,7 @@ class ScriptLoop:
         ``told``: the supervisor's number, which ignores what the script has loaded. Rank 0 corrects it.
         """
         if self._rank == 0:
-            read = self._read if own_saves.resume_watch is None else own_saves.resume_watch.was_opened()
+            read = self._read if resume_watch.current is None else resume_watch.current.was_opened()
             self._store.set(_ITEMS_DONE, str(0 if read is False else told))
         return int(self._store.get(_ITEMS_DONE))
 

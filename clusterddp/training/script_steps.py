@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from clusterddp.reporter import say
 from clusterddp.training import settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.step_timing import step_times
-from clusterddp.worker import control_channel, own_saves
+from clusterddp.worker import control_channel, optimizer_hook, own_saves, resume_watch
 
 #: The counted optimizer is replaced by one that makes this many steps without it, because training has moved on.
 MOVED_ON = 100
@@ -62,12 +62,12 @@ class ScriptSteps:
         watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
         self.heartbeat = begin_heartbeat(read, read.attempt or 0, watched)
         self.heartbeat.timing = self._told
-        own_saves.around = self._saving
+        own_saves.surround_saves(self._saving)
         at_exit(self.close)
 
     def by_calls(self) -> None:
         """From now on the script's calls of ``step_done`` are the steps, rather than those of optimizers."""
-        own_saves.unwatch_optimizers()
+        optimizer_hook.unwatch_optimizers()
         self.steps = 0
 
     def step_done(self) -> None:
@@ -100,8 +100,8 @@ class ScriptSteps:
     def _count(self) -> None:
         self.steps += 1
         self._times.turn()
-        if self.steps >= LOADED and own_saves.resume_watch is not None:
-            own_saves.end_resume_watch(final=self.steps >= SEARCHED)
+        if self.steps >= LOADED and resume_watch.current is not None:
+            resume_watch.end(final=self.steps >= SEARCHED)
         if not self._begun:
             self._begun = True
             self.heartbeat.begin()
@@ -131,8 +131,8 @@ class ScriptSteps:
 
     def close(self) -> None:
         """Reports the last figures at the end of the script."""
-        own_saves.unwatch_optimizers()
-        own_saves.around = nullcontext
+        optimizer_hook.unwatch_optimizers()
+        own_saves.surround_saves()
         self._times.close()
         self.heartbeat.close()
 
@@ -177,7 +177,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 def hand_over() -> None:
     """A context begins, which has its own heartbeat and counts the steps itself."""
     global _current
-    own_saves.unwatch_optimizers()
+    optimizer_hook.unwatch_optimizers()
     if _current is not None:
         cancel_at_exit(_current.close)
         _current.close()
@@ -188,7 +188,7 @@ def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """For the hook."""
     seen = _current or current(_device(optimizer))
     if seen._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        own_saves.unwatch_optimizers()
+        optimizer_hook.unwatch_optimizers()
         seen.heartbeat.rest()
         say("the optimizer's step is captured in a CUDA graph, whose replays are not counted. Use `steps: {log: ...}`")
         return
@@ -203,7 +203,7 @@ def _device(optimizer: torch.optim.Optimizer) -> torch.device:
 def _forget_in_child() -> None:
     global _current
     _current = None
-    own_saves.around = nullcontext
+    own_saves.surround_saves()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -48,7 +48,18 @@ from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.registry import TRACKERS
-from clusterddp.worker import children, code_paths, control_channel, gpus, own_saves, rank_exit, signals
+from clusterddp.worker import (
+    children,
+    code_paths,
+    control_channel,
+    gpus,
+    optimizer_hook,
+    own_saves,
+    rank_exit,
+    resume_watch,
+    signals,
+    spawned_children,
+)
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 
@@ -116,9 +127,9 @@ def main() -> None:
     if protects:
         own_saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
     if sees:
-        own_saves.watch_optimizers(run.child_step_file(attempt).absolute())
+        optimizer_hook.watch_optimizers(run.child_step_file(attempt).absolute())
     children.watch()
-    own_saves.prepare_children(str(run), attempt, protect=protects, steps=sees)
+    spawned_children.prepare_children(str(run), attempt, protect=protects, steps=sees)
     for tracker in os.environ[protocol.TRACKERS].split():
         os.environ.update(TRACKERS[tracker].variables(run, ranks.rank, os.environ))
     collect_rarely()
@@ -130,7 +141,7 @@ def main() -> None:
     keep_place_after_exec(command)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
-        own_saves.watch_resume(os.environ)
+        resume_watch.begin(os.environ)
     failing = _marked(run.error_marks(attempt), process) if ranks.rank == 0 else None
     values, code = run_script(command, failing)
     if rank_exit.loop is not None:  # the script's loop ended early, at this step
@@ -140,7 +151,7 @@ def main() -> None:
     is_done = values["end"] == "done"
     if is_done and not _used_clusterddp():
         children.wait_for_trainers(run.child_step_file(attempt), rank_exit.EXIT_GRACE_S)
-    if own_saves.end_resume_watch(trained=is_done, stepped=False) and is_done and protocol.SAVED in os.environ:
+    if resume_watch.end(trained=is_done, stepped=False) and is_done and protocol.SAVED in os.environ:
         values["read_saved"] = True
     if "torch" not in sys.modules:
         values["without_torch"] = True

@@ -12,7 +12,7 @@ import pytest
 
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker.own_saves import ResumeWatch
+from clusterddp.worker.resume_watch import ResumeWatch
 from tests import ddp
 from tests.cli import clusterddp
 from tests.waiting import preempt_local, wait_until

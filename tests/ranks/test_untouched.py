@@ -17,7 +17,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
 from clusterddp.training import script_steps
 from clusterddp.training.script_steps import MOVED_ON, ScriptSteps
-from clusterddp.worker import own_saves
+from clusterddp.worker import optimizer_hook
 from tests.cli import clusterddp
 from tests.histories import check_history
 from tests.ranks.test_local import submit
@@ -328,13 +328,13 @@ def test_steps_are_those_of_the_optimizer_that_steps_first() -> None:
 def test_a_script_with_a_context_has_no_hook() -> None:
     """A context counts its own steps. The hook is removed with an error of ours, too: the script goes on."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    own_saves.watch_optimizers()
+    optimizer_hook.watch_optimizers()
     optimizer.step()
     assert script_steps.current().steps == 1
     script_steps.hand_over()
     optimizer.step()
     assert script_steps._current is None and not _global_optimizer_post_hooks
-    own_saves.watch_optimizers()
+    optimizer_hook.watch_optimizers()
     script_steps.current().on_optimizer_step = lambda _: 1 / 0  # type: ignore[method-assign,assignment]
     optimizer.step()
     assert not _global_optimizer_post_hooks

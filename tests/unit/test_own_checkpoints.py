@@ -23,8 +23,8 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
-from clusterddp.worker import control_channel, own_saves
-from clusterddp.worker.own_saves import ResumeWatch
+from clusterddp.worker import control_channel, resume_watch
+from clusterddp.worker.resume_watch import ResumeWatch
 from tests.histories import view
 from tests.wording import says
 
@@ -409,9 +409,9 @@ def ignoring(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     zipped(path)
     reports: list[str] = []
     monkeypatch.setattr(control_channel, "report", lambda name, file: reports.append(f"{name} {Path(file).name}"))
-    monkeypatch.setattr(own_saves, "resume_watch", ResumeWatch(str(path)))
+    monkeypatch.setattr(resume_watch, "current", ResumeWatch(str(path)))
     for _ in range(2):
-        assert own_saves.end_resume_watch(final=False) is False
+        assert resume_watch.end(final=False) is False
     assert reports == ["not_read a.pt"]
     return reports
 
@@ -422,9 +422,9 @@ def test_a_checkpoint_that_is_read_after_some_steps_is_resumed_from(
     """As by a script that looks for a learning rate first."""
     reports = ignoring(run.path / "a.pt", monkeypatch)
     (run.path / "a.pt").read_bytes()
-    assert own_saves.end_resume_watch(final=False) is True
+    assert resume_watch.end(final=False) is True
     assert reports == ["not_read a.pt", "own_checkpoint_read a.pt"]
-    assert own_saves.resume_watch is None
+    assert resume_watch.current is None
 
 
 @pytest.mark.parametrize("then", ["ends", "writes"])
@@ -435,9 +435,9 @@ def test_a_late_read_without_a_step_or_of_what_the_attempt_wrote_is_no_resume(
     reports = ignoring(run.path / "a.pt", monkeypatch)
     if then == "writes":
         with open(run.path / "a.pt", "wb"):  # the save takes several steps, in a thread
-            assert own_saves.end_resume_watch(final=False) is False
+            assert resume_watch.end(final=False) is False
     (run.path / "a.pt").read_bytes()
-    assert own_saves.end_resume_watch(stepped=then == "writes") is False
+    assert resume_watch.end(stepped=then == "writes") is False
     assert reports == ["not_read a.pt"]
 
 

@@ -43,7 +43,7 @@ def plain_save(value: bytes, f: Any) -> str:
 @pytest.fixture
 def save(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Save]:
     process = own_saves._Process()
-    process.unprotected, process.records = set(), tmp_path_factory.mktemp("records")
+    process.records = tmp_path_factory.mktemp("records")
     monkeypatch.setattr(own_saves, "_this", process)
     yield own_saves.protected(plain_save, "f")
     assert not list(process.records.iterdir())
@@ -258,9 +258,9 @@ def save_in_child():
     save(0, "child.pt")
 
 if __name__ == "__main__":
-    from clusterddp.worker import own_saves
+    from clusterddp.worker import own_saves, spawned_children
     own_saves.protect("run", 0, lambda: False)
-    own_saves.prepare_children("run", 0, protect=True, steps=False)
+    spawned_children.prepare_children("run", 0, protect=True, steps=False)
     assert "torch" not in sys.modules and importlib.util.find_spec("torch")
     from torch import save
     import torch.serialization

@@ -10,8 +10,8 @@ import pytest
 
 from clusterddp.errors import Stopped
 from clusterddp.training.script_loop import ScriptLoop
-from clusterddp.worker import own_saves
-from clusterddp.worker.own_saves import ResumeWatch
+from clusterddp.worker import resume_watch
+from clusterddp.worker.resume_watch import ResumeWatch
 
 
 def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_whether_the_save_was_read_still_counts_once_its_watch_has_ended(
     agreement, heartbeat = SimpleNamespace(boundary=lambda: False), SimpleNamespace(begin=lambda: None)
     group = SimpleNamespace(rank=0, store=store)
     loop = ScriptLoop(cast(Any, group), cast(Any, agreement), cast(Any, heartbeat), lambda *_, **__: None)
-    monkeypatch.setattr(own_saves, "resume_watch", ResumeWatch(str(file)))
+    monkeypatch.setattr(resume_watch, "current", ResumeWatch(str(file)))
     if opened:
         file.read_bytes()
     for _ in range(2):
