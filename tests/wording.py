@@ -31,6 +31,7 @@ VARYING = {
     r"\b(127\.0\.0\.1|0\.0\.0\.0|localhost):\d+": r"\1:<port>",
     r"\b0x[0-9a-f]{6,}": "<address>",
     r"/tmp/tmp\w{8}\b": "<folder>",
+    r"\b20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\b": "<time>",
     rf"\b(node|on) {re.escape(socket.gethostname())}\b": r"\1 <host>",
     r"\b(\w+Error)\((?:'[^']*'|\"[^\"]*\")\)": r"\1(...)",  # Python's and torch's own words
     rf"\buser {os.geteuid()}\b": "user <id>",

