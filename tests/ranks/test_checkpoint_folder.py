@@ -13,6 +13,7 @@ import torch
 import clusterddp
 from clusterddp.errors import CheckpointError, Superseded
 from tests import ddp
+from tests.wording import raises
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, torch.distributed.nn, clusterddp
@@ -64,10 +65,10 @@ def test_a_part_that_was_not_saved_and_a_newer_process_are_reported(tmp_path: Pa
         saved = first.wait()
         assert saved is not None and saved.step == 3
         second = clusterddp.CheckpointFolder(tmp_path / "folder")
-        with pytest.raises(CheckpointError, match="checkpoint 3 lacks optimizer. It has model"):
+        with raises(CheckpointError):
             second.restore(model=model, optimizer=torch.optim.SGD(model.parameters()))
         first.save(4, model=model)
-        with pytest.raises(Superseded, match="attempt 0 was superseded by attempt 1"):
+        with raises(Superseded):
             first.wait()
         second.close()
 
@@ -112,7 +113,7 @@ def test_deleted_checkpoints_are_an_error(tmp_path: Path) -> None:
         path.unlink()
     with (
         clusterddp.CheckpointFolder(tmp_path) as folder,
-        pytest.raises(CheckpointError, match="A run never restarts from step 0 on its own"),
+        raises(CheckpointError),
     ):
         folder.restore(model=model)
 
@@ -133,7 +134,7 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_an_error(
     older.write_bytes(b"")
     with (
         clusterddp.CheckpointFolder(tmp_path) as folder,
-        pytest.raises(CheckpointError, match="never restarts from step 0 on its own"),
+        raises(CheckpointError),
     ):
         folder.restore(model=model)
 
@@ -150,12 +151,12 @@ def test_a_step_smaller_than_the_newest_checkpoint_is_refused(tmp_path: Path) ->
         folder.restore(model=model)
         save(folder, 10, 1.0)
         save(folder, 20, 2.0)
-        with pytest.raises(ValueError, match=r"save\(5\): the newest checkpoint has step 20, .* at least 20"):
+        with raises(ValueError):
             save(folder, 5, 3.0)
         save(folder, 20, 4.0)
     with clusterddp.CheckpointFolder(tmp_path, keep=1) as folder:
         assert (folder.restore(model=model), model.weight.item()) == (20, 4.0)
-        with pytest.raises(ValueError, match=r"save\(19\): the newest checkpoint has step 20"):
+        with raises(ValueError):
             save(folder, 19, 5.0)
         save(folder, 20, 6.0)
     with clusterddp.CheckpointFolder(tmp_path) as folder:

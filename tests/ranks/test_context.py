@@ -17,6 +17,7 @@ from clusterddp.rundir.files import finite
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training import logged_values as logged
 from tests import cli, ddp
+from tests.wording import raises
 
 SCRIPT = """
 import sys
@@ -135,7 +136,7 @@ def test_a_script_without_a_run_directory_is_told_that_nothing_is_saved(tmp_path
      np.complex64(1j), np.str_("x"), np.datetime64("2026-01-01"), np.array(None), torch.ones(1, device="meta")],
 )  # fmt: skip
 def test_a_value_that_cannot_be_recorded_is_refused_at_the_call(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"run.log\(loss=...\): expected a number"):
+    with raises(TypeError):
         logged.check("loss", value)
 
 
@@ -151,14 +152,13 @@ def test_a_number_in_any_form_is_logged(value: Any, kept: Any) -> None:
 
 
 def test_too_large_or_too_many_values_are_refused_at_the_call() -> None:
-    with pytest.raises(ValueError, match=r"run.log\(n=...\): expected at most 64 bits, got an integer of 101 bits"):
+    with raises(ValueError):
         logged.check("n", 2**100)
     values = logged.Values()
     for _ in range(100_000):  # the same name: it is merged
         values.add({"loss": 1.0})
     values.add({f"gradient norm of layer {layer}": 1.0 for layer in range(10_000)})
-    words = r"run.log\(a0=..., a1=..., ...\): the values of one step would take 1,\d+,\d+ bytes.*limit is 1,000,000"
-    with pytest.raises(ValueError, match=words):
+    with raises(ValueError):
         values.add({f"a{number}": 1.0 for number in range(20_000)})
     assert len(values.take().values) == 10_001 and values.take().values == {}
 
@@ -223,11 +223,11 @@ def test_an_argument_that_cannot_work_is_refused_at_the_call(tmp_path: Path) -> 
 
 def test_a_checkpoint_folder_refuses_a_part_without_a_state_and_an_invalid_step(tmp_path: Path) -> None:
     with clusterddp.CheckpointFolder(tmp_path) as folder:
-        with pytest.raises(TypeError, match=r"restore\(best=...\): expected an object with state_dict\(\)"):
+        with raises(TypeError):
             folder.restore(best=1.5)  # type: ignore[arg-type]
         folder.restore(model=torch.nn.Linear(1, 1))
         for step in (-1, 1.5, "3"):
-            with pytest.raises(ValueError, match="expected the number of completed steps, an integer of at least 0"):
+            with raises(ValueError):
                 folder.save(step, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

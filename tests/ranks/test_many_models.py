@@ -14,6 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.trainings import events_of
+from tests.wording import raises
 
 SCRIPT = """
 import contextlib, sys
@@ -158,10 +159,7 @@ def test_a_checkpoint_holds_only_gradients_that_wait(whole: Path) -> None:
 def test_one_of_several_models_is_exported_by_name(whole: Path, tmp_path: Path) -> None:
     """Without a name it would be a guess."""
     run = RunDirectory(whole)
-    with pytest.raises(
-        CheckpointError,
-        match="has no part 'model'. Choose one with --part: generator, discriminator, branches, optimizers.0",
-    ):
+    with raises(CheckpointError):
         export(run, tmp_path / "model.pt")
     assert "generator of checkpoint 10" in export(run, tmp_path / "model.pt", "generator")
     exported = torch.load(tmp_path / "model.pt", weights_only=True)

@@ -11,6 +11,7 @@ import torch
 
 from clusterddp.data.training_loader import cut, sizes
 from tests import ddp
+from tests.wording import raises
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "micro.py"
 
@@ -40,19 +41,12 @@ def test_a_nested_batch_is_split_and_keeps_its_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        (
-            {"x": torch.zeros(5), "size": 5},
-            r"received batch\['size'\] of type int and length None, expected the rank's 5",
-        ),
-        ({"x": torch.zeros(4)}, r"received batch\['x'\] of type Tensor and length 4"),
-        (torch.tensor(1.0), "received batch of type Tensor and length None"),
-        ([], "received batch of type list and length 0"),
-    ],
+    "batch",
+    [{"x": torch.zeros(5), "size": 5}, {"x": torch.zeros(4)}, torch.tensor(1.0), []],
+    ids=["a number", "shorter", "a scalar", "empty"],
 )
-def test_a_batch_that_cannot_be_split_is_named(batch: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+def test_a_batch_that_cannot_be_split_is_named(batch: Any) -> None:
+    with raises(TypeError):
         cut(batch, [3, 2])
 
 

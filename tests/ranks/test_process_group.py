@@ -25,6 +25,7 @@ from clusterddp.errors import DeviceError, LauncherEnvironmentError
 from clusterddp.training import settings
 from clusterddp.training.run_state import RunState
 from tests import ddp
+from tests.wording import raises
 
 
 def place(local_rank: Any, ranks: int, launcher: Any = "slurm") -> Any:
@@ -64,23 +65,16 @@ def test_the_device_of_a_rank(
 def test_a_rank_may_have_several_devices(asked: Any, local_rank: Any, visible: Any, devices: Any) -> None:
     """4 ranks of 2 each."""
     assert list(map(str, choose_devices(place(local_rank, 4), asked, 2, visible, "n1"))) == devices
-    with pytest.raises(DeviceError, match="the ranks on node n1 need 8 GPUs, but Slurm gave 4"):
+    with raises(DeviceError):
         choose_devices(place(0, 4), "cuda", 2, 4, "n1")
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "visible", "launcher", "message"),
-    [
-        ("cuda", 8, 4, "slurm", "the ranks on node n1 need 8 GPUs, but Slurm gave 4"),
-        ("cuda", 2, 1, "local", "the ranks on node n1 need 2 GPUs, but torch sees 1"),
-        (None, 2, 1, "torchrun", "the ranks on node n1 need 2 GPUs, but torch sees 1"),
-        ("cuda", 1, 0, "slurm", "device cuda requested, but no GPU is visible on node n1"),
-    ],
+    ("asked", "ranks", "visible", "launcher"),
+    [("cuda", 8, 4, "slurm"), ("cuda", 2, 1, "local"), (None, 2, 1, "torchrun"), ("cuda", 1, 0, "slurm")],
 )
-def test_too_few_gpus_are_an_error_and_never_a_cpu_run(
-    asked: Any, ranks: int, visible: Any, launcher: Any, message: str
-) -> None:
-    with pytest.raises(DeviceError, match=message):
+def test_too_few_gpus_are_an_error_and_never_a_cpu_run(asked: Any, ranks: int, visible: Any, launcher: Any) -> None:
+    with raises(DeviceError):
         choose_devices(place(0, ranks, launcher), asked, 1, visible, "n1")
 
 
@@ -88,10 +82,10 @@ def test_the_backend_of_a_device() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert choose_backend(None, cpu) == "gloo" and choose_backend(None, gpu) == "cpu:gloo,cuda:nccl"
     assert choose_backend("gloo", gpu) == "gloo"
-    with pytest.raises(DeviceError, match="backend nccl needs a GPU"):
+    with raises(DeviceError):
         choose_backend("nccl", cpu)
     assert choose_backend("cpu:gloo", cpu) == "cpu:gloo"
-    with pytest.raises(DeviceError, match="backend smoke: this build of torch does not support it. Omit backend"):
+    with raises(DeviceError):
         choose_backend("smoke", cpu)
 
 
@@ -116,7 +110,7 @@ def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
     monkeypatch.setattr(devices, "TORCH_LIBRARIES", tmp_path)
     found = [devices.gpu_identity(torch.device("cuda", index)) for index in (0, 1)]
     assert found == [f"0000:{bus}:00.0 on {socket.gethostname()}" for bus in (17, 18)]
-    with pytest.raises(DeviceError, match=r"could not identify GPU cuda:2: cudaDeviceGetPCIBusId returned error 101"):
+    with raises(DeviceError):
         devices.gpu_identity(torch.device("cuda", 2))
     without.uuid = "00000000-0000-0000-0000-000000000000"  # of an AMD GPU
     assert devices.gpu_identity(torch.device("cuda", 1)) == found[1]
@@ -135,9 +129,7 @@ def test_mig_devices_of_one_gpu_are_refused_with_nccl(monkeypatch: pytest.Monkey
     group.rank = 0
     group._refuse_shared_gpu("n1")
     group.rank = 1
-    with pytest.raises(
-        DeviceError, match="ranks 0 and 1 have MIG devices of the same GPU on node n1, but NCCL .* gloo"
-    ):
+    with raises(DeviceError):
         group._refuse_shared_gpu("n1")
     group.backend = "gloo"
     group._refuse_shared_gpu("n1")
@@ -259,7 +251,7 @@ def test_a_backend_per_device_type_is_known_on_every_torch(monkeypatch: pytest.M
     """torch 2.4's own check takes a plain name alone."""
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in ("gloo", "nccl"))
     assert choose_backend("cpu:gloo,cuda:nccl", torch.device("cpu")) == "cpu:gloo,cuda:nccl"
-    with pytest.raises(DeviceError, match="backend cpu:smoke: this build of torch does not support it"):
+    with raises(DeviceError):
         choose_backend("cpu:smoke", torch.device("cpu"))
 
 
@@ -333,7 +325,7 @@ def listens(port: int, table: str) -> bool:
 def test_a_rank_says_that_rank_0_did_not_open_its_store() -> None:
     place = environment.RankEnvironment(1, 1, 2, 2, 0, (), None, None, "slurm")
     address = process_group.StoreAddress("127.0.0.1", ddp.free_port(), "token")
-    with pytest.raises(LauncherEnvironmentError, match=r"rank 0 did not open its store at 127.0.0.1:\d+ within 7 s"):
+    with raises(LauncherEnvironmentError):
         process_group.AttemptStore(place, address, 7.0, await_open=lambda seconds: seconds != 7.0)
 
 
@@ -557,5 +549,5 @@ def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not
 
 
 def test_the_promise_is_refused_without_a_static_graph() -> None:
-    with pytest.raises(TypeError, match="all_used_once=True requires static_graph=True"):
+    with raises(TypeError):
         wrap(torch.nn.Linear(1, 1), [torch.device("cpu")], all_used_once=True)

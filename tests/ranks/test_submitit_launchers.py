@@ -20,6 +20,7 @@ from clusterddp.integrations.submitit import ClusterddpExecutor, job_values
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import preempt_local, story, wait_until
+from tests.wording import raises
 
 LAUNCHER = Path(__file__).resolve().parents[1] / "scripts" / "submitit_launcher.py"
 
@@ -97,22 +98,19 @@ def test_submitits_parameters_become_keys_of_a_job(parameters: dict[str, Any], e
 
 
 @pytest.mark.parametrize(
-    ("parameters", "words"),
+    "parameters",
     [
-        (
-            {"teardown": ["rm x"], "use_srun": False, "srun_args": ["-v"]},
-            r"teardown=\['rm x'\]: use the key `hook`.*use_srun=False: clusterddp always starts the "
-            r"ranks.*srun_args='-v': expected options",
-        ),
-        ({"array_parallelism": 2}, "array_parallelism=2: 3 runs are submitted, each as a separate job"),
-        ({"ntasks_per_node": 3, "gpus_per_node": 8}, "tasks_per_node=3 with gpus_per_node=8: expected as many tasks"),
-        ({"gpus_per_task": 1}, "gpus_per_task=1: set gpus_per_node"),
-        ({"new_in_submitit": 1}, "does not support these parameters of submitit: new_in_submitit"),
+        {"teardown": ["rm x"], "use_srun": False, "srun_args": ["-v"]},
+        {"array_parallelism": 2},
+        {"ntasks_per_node": 3, "gpus_per_node": 8},
+        {"gpus_per_task": 1},
+        {"new_in_submitit": 1},
     ],
+    ids=lambda parameters: next(iter(parameters)),
 )
-def test_parameters_without_a_counterpart_are_named(parameters: dict[str, Any], words: str) -> None:
+def test_parameters_without_a_counterpart_are_named(parameters: dict[str, Any]) -> None:
     """Before anything is submitted."""
-    with pytest.raises(UsageError, match=words):
+    with raises(UsageError):
         job_values(parameters, submissions=3)
 
 
@@ -168,7 +166,7 @@ def test_an_array_is_a_run_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert waits.state == "RUNNING" and not waits.done()
     waits.cancel()
     assert waits.state == "CANCELLED"
-    with pytest.raises(UncompletedJobError, match="cancelled"):
+    with raises(UncompletedJobError):
         waits.result()
 
 

@@ -13,6 +13,7 @@ import clusterddp
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.wording import raises
 
 SCRIPT = "import sys; print(*sys.argv[1:]); assert sys.argv[-1] != '1'\n"
 
@@ -81,14 +82,9 @@ def test_a_function_is_called_with_the_values_of_each_member(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("grid", "words"),
-    [
-        ({"data": [sys]}, "data=<module 'sys' .*: expected numbers, text or lists of them"),
-        ([{"lr": 1}, {"lr": 1}], "the same values twice"),
-        ({}, "this sweep has no members"),
-    ],
+    "grid", [{"data": [sys]}, [{"lr": 1}, {"lr": 1}], {}], ids=["a module", "the same twice", "nothing"]
 )
-def test_values_that_cannot_name_a_run_are_refused(tmp_path: Path, grid: dict[str, list[object]], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_values_that_cannot_name_a_run_are_refused(tmp_path: Path, grid: dict[str, list[object]]) -> None:
+    with raises(UsageError):
         clusterddp.sweep(scaled, grid, local=True, run_dir=tmp_path / "s")
     assert not (tmp_path / "s").exists()
