@@ -88,7 +88,7 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
 def job_of(arguments: argparse.Namespace) -> Job:
     """The job, on top of the configuration files: by default with all GPUs of the partition's nodes."""
     defaults = read_configuration_files(
-        find_configuration_files(os.environ, Path.cwd()), slurm.submission_cluster(os.environ)
+        find_configuration_files(os.environ, Path.cwd()), slurm.named_cluster(os.environ)
     )
     values = {key: getattr(arguments, key) for key in KEYS if getattr(arguments, key) is not None}
     fixed = {"job_name": "clusterddp-doctor", "module": "clusterddp.checks.probe", "gpus_per_rank": 1}

@@ -14,6 +14,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.jobdef import configuration_files
 from clusterddp.jobdef.configuration_files import find_configuration_files
 from clusterddp.jobdef.job import one_line, written
+from clusterddp.jobdef.kinds import site_names
 from clusterddp.jobdef.load import Origins, load
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.jobdef.yaml12 import file_fields
@@ -21,7 +22,7 @@ from clusterddp.keys.kinds import did_you_mean
 from clusterddp.reporter import counted, put, show
 from clusterddp.runs.submission import describe, with_hydra
 from clusterddp.runs.sweep_members import is_sweep, jobs_of, named, read_definition
-from clusterddp.slurm.commands import submission_cluster
+from clusterddp.slurm.commands import named_cluster
 
 #: The version of the JSON. It grows when a field is renamed or removed.
 SCHEMA = 1
@@ -32,9 +33,9 @@ def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | No
     """Prints the resolved job and returns the exit code."""
     target = arguments.target or _default_target()
     places: Origins = {}
-    job = describe(target, option_values(arguments, script_arguments), set_values(arguments), places)
+    job = describe(target, option_values(arguments, script_arguments), set_values(arguments), places, on=arguments.on)
     visible = without_secrets(job)[0]
-    cluster, files = submission_cluster(os.environ), find_configuration_files(os.environ, Path.cwd())
+    cluster, files = named_cluster(os.environ), find_configuration_files(os.environ, Path.cwd())
     show(f"cluster: {cluster or 'unknown'}")
     show(f"configuration files: {', '.join(map(str, files)) or 'none'}")
     origins = {key: _words(key, str(place)) for key, place in places.items()}
@@ -116,6 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed.add_argument(
         "name", nargs="?", metavar="NAME", help="print this preset, which is a part of a job definition"
     )
+    text = "list the profiles of sites, or print the one that NAME names"
+    listed = actions.add_parser("sites", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    listed.add_argument("name", nargs="?", metavar="NAME", help="print this profile")
     text = "print the JSON Schema of job definitions, for editors"
     actions.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
 
@@ -128,6 +132,8 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         return validate(arguments.files)
     if arguments.action == "presets":
         return show_presets(arguments.name)
+    if arguments.action == "sites":
+        return show_sites(arguments.name)
     from clusterddp.jobdef.json_schema import job_schema
 
     print(json.dumps(job_schema(), indent=2))
@@ -144,6 +150,22 @@ def show_presets(name: str | None) -> int:
     if name not in names:
         raise UsageError(f"unknown preset {name!r}{did_you_mean(name, names) or '.'} Presets: {', '.join(names)}")
     put(configuration_files.preset_text(name).rstrip("\n"))
+    return 0
+
+
+def show_sites(name: str | None) -> int:
+    """Prints a line for each profile of a site, or one of them, and returns the exit code."""
+    names = site_names()
+    if name is None:
+        width = max(map(len, names))
+        for one in names:
+            profile = configuration_files.site_profile(one)
+            put(f"{one:<{width}}  {profile.about}. Source: {profile.source}, {profile.date}. Not tested there by us")
+        return 0
+    if name not in names:
+        raise UsageError(f"unknown site {name!r}{did_you_mean(name, names) or '.'} Sites: {', '.join(names)}")
+    text = configuration_files.site_profile(name).text.rstrip("\n")
+    put(f"# Not tested there by us. Your own keys override these values.\n{text}")
     return 0
 
 

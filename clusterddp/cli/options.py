@@ -114,6 +114,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             job.add_argument(*option.flags, dest=key, action="store_const", const=option.sets, help=option.help)
     job.add_argument(
+        "--on", metavar="TARGET", help="use the values of a target, such as a kind of nodes, of the configuration files"
+    )
+    job.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE",
         help="set any key of the job definition, such as seed=1 (repeatable)",
     )  # fmt: skip
@@ -214,12 +217,13 @@ def resolve_job(
     target = str(definition.job) if definition else arguments.target
     if target is None and arguments.module is None:
         if run := named_run(arguments):
-            return jobs.load(run.job_file, set_values(arguments), values=values)
+            return jobs.load(run.job_file, set_values(arguments), values=values, on=arguments.on)
         target = default_target(values, arguments.run_dir)
     values |= {"module": arguments.module} if arguments.module else {}
     if files := find_configuration_files(os.environ, Path.cwd()):
         show(f"configuration files: {', '.join(map(str, files))}")
-    return describe(target, values, set_values(arguments), section=definition.section if definition else None)
+    section = definition.section if definition else None
+    return describe(target, values, set_values(arguments), section=section, on=arguments.on)
 
 
 def named_run(arguments: argparse.Namespace) -> RunDirectory | None:

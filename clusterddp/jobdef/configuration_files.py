@@ -1,7 +1,9 @@
 """What job definitions share: configuration files of the site, user and project, and presets for known repositories.
 
 A configuration file has ``defaults:`` and ``clusters: {NAME: ...}``, whose values win on that cluster. The user's
-file overrides the site's, and the project's overrides both. A preset, ``presets/NAME.yaml``, is a piece of a job
+file overrides the site's, and the project's overrides both. Both sections may have ``targets: {NAME: ...}``, such as
+the kinds of nodes of a cluster, one of which is chosen at submission. The profile of a site, ``sites/NAME.yaml``, has
+the values that its documentation names, and is below all of these. A preset, ``presets/NAME.yaml``, is a piece of a job
 definition for a public training repository: ``resume: NAME`` takes all keys of the file. Its first line, a comment,
 names the script that it is for. A job definition overrides them all.
 """
@@ -20,8 +22,8 @@ from clusterddp.jobdef.job import KEYS
 from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, NotIn, preset_names
 from clusterddp.jobdef.program import placeholders_in
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged
-from clusterddp.keys.kinds import did_you_mean
-from clusterddp.keys.node import Fields, Mistake, Node, raise_mistakes
+from clusterddp.keys.kinds import Wrong, did_you_mean
+from clusterddp.keys.node import Fields, Mistake, Node, Place, raise_mistakes
 from clusterddp.keys.table import Entry, check_keys, read_fields
 from clusterddp.rundir.ownership import why_foreign
 
@@ -29,6 +31,8 @@ SITE_FILE = Path("/etc/clusterddp/config.yaml")
 #: Below the folder that jobs are submitted from or, inside a git checkout, below one above it.
 PROJECT_FILE = Path(".clusterddp", "config.yaml")
 SECTIONS = ("defaults", "clusters")
+#: In a section, besides keys of a job definition.
+TARGETS = "targets"
 
 
 def keys_in(files: str) -> dict[str, Entry]:
@@ -87,8 +91,21 @@ def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[
     clusters = fields_of(get(top, "clusters"), mistakes)
     by_name = {name.lower(): fields_of(node, mistakes) for name, node in clusters.items()}
     for section in (defaults, *by_name.values()):
-        read_fields(section, keys_in("configuration"), mistakes, instead=INSTEAD_OF_KEY)
+        targets = fields_of(get(section, TARGETS), mistakes).values()
+        for values in (_without(section, TARGETS), *(fields_of(target, mistakes) for target in targets)):
+            read_fields(values, keys_in("configuration"), mistakes, instead=INSTEAD_OF_KEY)
     return [defaults, by_name.get((cluster or "").lower(), {})]
+
+
+def clusters_in(files: Sequence[ConfigurationFile]) -> list[str]:
+    """The names of the clusters that have a section in one of the files, in lower case."""
+    mistakes: list[Mistake] = []
+    sections = [fields_of(get(file_fields(file.path, mistakes), "clusters"), mistakes) for file in files]
+    return [*dict.fromkeys(name.lower() for section in sections for name in section)]
+
+
+def _without(fields: Fields, *names: str) -> Fields:
+    return {key: node for key, node in fields.items() if key not in names}
 
 
 def _check_trusted(file: ConfigurationFile) -> None:
@@ -136,6 +153,53 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # no permission, for example
         return False
+
+
+@dataclass(frozen=True)
+class SiteProfile:
+    """What the documentation of a site says. Nobody has tested it there."""
+
+    text: str
+    """The file."""
+    about: str
+    source: str
+    date: str
+    cluster: str | None
+    """ClusterName at the site, if it is known."""
+    values: Fields
+    """``defaults`` of the file."""
+    targets: Fields
+
+
+def site_profile(name: str) -> SiteProfile:
+    """One of ``kinds.site_names``."""
+    text = (kinds.SITES_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    mistakes: list[Mistake] = []
+    top = fields_of(yaml12.load(text, f"site {name}"), mistakes)
+    words = {str(key): node.text for key, node in top.items()}
+    values, targets = (fields_of(get(top, section), mistakes) for section in ("defaults", TARGETS))
+    return SiteProfile(text, words["about"], words["source"], words["date"], words.get("cluster"), values, targets)
+
+
+def with_site(layers: Sequence[Fields], on: str | None, mistakes: list[Mistake]) -> list[Fields]:
+    """The layers of a job definition. In the first, the configuration files, the profile of the site that a layer names
+    is below, and the target ``on`` is above. No layer names the site or has targets any more."""
+    configured, *rest = layers
+    named = next((node for layer in reversed(layers) if (node := _get(layer, "site")) is not None), None)
+    values, targets = {}, fields_of(get(configured, TARGETS), mistakes)
+    if named is not None and named.value is not None:
+        try:
+            profile = site_profile(kinds.SITE.read(named, "site", mistakes))
+        except Wrong as wrong:
+            mistakes.append(Mistake(named.place, f"site: {wrong}"))
+        else:
+            values, targets = profile.values, merged([profile.targets, targets])
+    if on is not None and on not in targets:
+        known = ", ".join(targets) or "none. Add `targets:` to a configuration file"
+        mistakes.append(Mistake(Place(f"--on {on}"), f"unknown target. Known: {known}"))
+    target = fields_of(get(targets, on), mistakes) if on is not None else {}
+    first = merged([values, _without(configured, TARGETS), target])
+    return [_without(layer, "site") for layer in (first, *rest)]
 
 
 def preset_text(name: str) -> str:

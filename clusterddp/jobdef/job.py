@@ -30,11 +30,13 @@ from clusterddp.jobdef.kinds import (
     PATTERNS,
     PYTHON,
     SHELL_LINES,
+    SITE,
     SNAPSHOT,
     TIME,
     VARIABLES,
     FileOrLog,
     Frozen,
+    NotIn,
     OfScript,
     Placeholders,
     Sbatch,
@@ -45,6 +47,7 @@ from clusterddp.jobdef.kinds import (
 from clusterddp.jobdef.program import with_overrides
 from clusterddp.keys import table
 from clusterddp.keys.kinds import REGEX, WORD, positive, whole
+from clusterddp.keys.node import Mistake, Node
 from clusterddp.keys.table import (
     Entry,
     Examples,
@@ -350,7 +353,8 @@ class Job:
     """A command that the supervisor starts when the run is preempted, resumed, stopped, or over, with the event on its
     standard input. YAML: a list of words, or one line for ``sh``."""
     setup: Annotated[tuple[str, ...], SHELL_LINES] = ()
-    """Shell lines that run on the first node before the ranks start."""
+    """Shell lines that run on the first node before the ranks start. They follow those of configuration files. In place
+    of these: ``setup: {replace: [module load cuda]}``."""
     env: Annotated[dict[str, str], VARIABLES, Placeholders()] = field(default_factory=dict)
     """Environment variables for the ranks, with placeholders as in ``args``."""
     python: Annotated[str | None, PYTHON] = None
@@ -503,8 +507,32 @@ class _TrackerEntry(Entry):
         return self.kind.write(owner.trackers.get(self.name))
 
 
+class _SiteEntry(Entry):
+    """The profile of a site, which gives values to other keys. A job has only these (``with_site``)."""
+
+    def __init__(self) -> None:
+        meaning = (
+            "The name of a site, such as `lumi`: the values of its profile apply below all others. `clusterddp config "
+            "sites` lists them. The job.yaml of a run has the values instead."
+        )
+        super().__init__("site", (), SITE, Job, (Text(meaning), NotIn(("presets",))))
+
+    def read(self, node: Node, prefix: str, mistakes: list[Mistake]) -> dict[str, Any]:
+        """No value of a field."""
+        self.kind.read(node, f"{prefix}{self.name}", mistakes)
+        return {}
+
+    def write(self, owner: object) -> Any:  # noqa: ARG002
+        """Nothing."""
+        return None
+
+
 #: Every key of a job definition.
-KEYS: Mapping[str, Entry] = {**entries(Job), **{key: _TrackerEntry(key) for key in TRACKERS}}
+KEYS: Mapping[str, Entry] = {
+    **entries(Job),
+    "site": _SiteEntry(),
+    **{key: _TrackerEntry(key) for key in TRACKERS},
+}
 
 # --- from a job to text
 

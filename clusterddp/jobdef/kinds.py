@@ -17,6 +17,7 @@ from clusterddp.keys.kinds import (
     Value,
     Wrong,
     count_schema,
+    did_you_mean,
     either,
     list_schema,
     matching,
@@ -137,7 +138,12 @@ _ASSIGNMENT = re.compile(r"""(?:^|[\s;&|(])(\w+)=["']?[^\s"'$`;]""")
 
 
 def _shell_lines(node: Node) -> tuple[str, ...]:
-    """A list of lines, or one block of text. An item with a line break is two lines."""
+    """A list of lines, or one block of text, perhaps in place of those of earlier layers. An item with a line break is
+    two lines."""
+    if isinstance(node.value, dict):
+        if list(node.value) != [yaml12.REPLACE]:
+            raise Wrong(f"expected a list of shell lines, or {{replace: [...]}}, got {node.quoted}")
+        (node,) = node.value.values()
     items = [read_argument(item) for item in node.value] if isinstance(node.value, list) else [_block(node)]
     lines = [line for item in items for line in item.removesuffix("\n").split("\n")]
     for line in lines:
@@ -158,11 +164,20 @@ def _block(node: Node) -> str:
     return node.text
 
 
+_LINES = (list_schema(), text_schema())
 SHELL_LINES = Value(
     _shell_lines,
-    either(list_schema(), text_schema()),
-    valid=["[module load cuda]", "module load cuda", "|\n  a\n  b"],
-    wrong=["{a: b}", "[[a]]", '""'],
+    either(
+        *_LINES,
+        {
+            "type": "object",
+            "properties": {yaml12.REPLACE: either(*_LINES)},
+            "required": [yaml12.REPLACE],
+            "additionalProperties": False,
+        },
+    ),
+    valid=["[module load cuda]", "module load cuda", "|\n  a\n  b", "{replace: [module load cuda]}"],
+    wrong=["{a: b}", "[[a]]", '""', "{replace: {a: b}}"],
 )
 
 
@@ -495,6 +510,25 @@ PRESETS_FOLDER = PACKAGE_FOLDER / "clusterddp" / "presets"
 def preset_names() -> list[str]:
     """The names of all presets."""
     return sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+
+
+#: The profiles of sites that are included.
+SITES_FOLDER = PACKAGE_FOLDER / "clusterddp" / "sites"
+
+
+def site_names() -> list[str]:
+    """The names of all profiles of sites."""
+    return sorted(path.stem for path in SITES_FOLDER.glob("*.yaml"))
+
+
+def _site(node: Node) -> str:
+    if (name := read_text(node)) in site_names():
+        return name
+    hint = did_you_mean(name, site_names()) or f". Sites: {', '.join(site_names())}"
+    raise Wrong(f"expected the name of a site, got {name!r}{hint}")
+
+
+SITE = Value(_site, {"enum": site_names()}, valid=["jean-zay"], wrong=["nowhere", "[lumi]"])
 
 
 def _patterns(node: Node) -> tuple[str, ...]:

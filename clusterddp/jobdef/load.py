@@ -20,7 +20,7 @@ from typing import Any
 import clusterddp
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import program, yaml12
-from clusterddp.jobdef.configuration_files import with_preset
+from clusterddp.jobdef.configuration_files import with_preset, with_site
 from clusterddp.jobdef.job import KEYS, Job, written
 from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, Placeholders
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed, without_secrets
@@ -45,6 +45,7 @@ def load(
     defaults: Fields | None = None,
     origins: Origins | None = None,
     section: str | None = None,
+    on: str | None = None,
 ) -> Job:
     """Reads the job definition in the file ``path``.
 
@@ -55,6 +56,7 @@ def load(
         defaults: what ``read_configuration_files`` returned. The file overrides it.
         origins: a dict that receives the place of each value that was given in any source.
         section: the key of the file that holds the definition. None: the whole file is one.
+        on: the target whose values override those of ``defaults``.
 
     Raises one JobDefinitionError for all mistakes, RunDirectoryError for a run's format that this version cannot read.
     Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
@@ -62,7 +64,8 @@ def load(
     mistakes: list[Mistake] = []
     fields = _definition(Path(path), section, mistakes)
     given = fields_of(node_of(values or {}, "command line"), mistakes)
-    layers = with_preset([defaults or {}, fields, given, *_overrides(overrides)], mistakes)
+    sources = with_site([defaults or {}, fields, given, *_overrides(overrides)], on, mistakes)
+    layers = with_preset(sources, mistakes)
     if origins is not None:
         origins |= _places(merged(layers))
     return revealed(_job(layers, Path(path).parent, Place(str(path)), mistakes), Path(path))
@@ -87,6 +90,7 @@ def from_values(
     overrides: Mapping[str, str] | None = None,
     defaults: Fields | None = None,
     origins: Origins | None = None,
+    on: str | None = None,
 ) -> Job:
     """Makes a job from Python values by YAML key, such as ``{"gpus_per_node": "a100:4", "nodes": "2"}``.
 
@@ -95,7 +99,8 @@ def from_values(
     """
     mistakes: list[Mistake] = []
     given = fields_of(node_of(values, "command line"), mistakes)
-    layers = with_preset([defaults or {}, given, *_overrides(overrides)], mistakes)
+    sources = with_site([defaults or {}, given, *_overrides(overrides)], on, mistakes)
+    layers = with_preset(sources, mistakes)
     if origins is not None:
         origins |= _places(merged(layers))
     return _job(layers, Path.cwd(), Place("command line"), mistakes)
@@ -179,7 +184,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     for layer in layers:  # each layer, to report its mistakes even if a later layer overrides them
         read_fields(layer, KEYS, mistakes, instead=INSTEAD_OF_KEY)
     fields = merged(layers)
-    values = read_fields(fields, KEYS, mistakes, instead=INSTEAD_OF_KEY)
+    values = read_fields(fields, KEYS, [] if mistakes else mistakes, instead=INSTEAD_OF_KEY)
     script, module = (_given_node(fields, name) for name in ("script", "module"))
     if script and module:
         mistakes.append(Mistake(module.place, "module: expected either script or module, got both"))

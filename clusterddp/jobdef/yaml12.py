@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +106,46 @@ def get(fields: Fields, name: str) -> Node | None:
     return next((node for key, node in fields.items() if key == name), None)
 
 
+#: Keys whose lists in several layers add up.
+_ADDED = ("setup",)
+#: In a mapping in place of such a list: what earlier layers have is dropped.
+REPLACE = "replace"
+
+
 def merged(layers: Iterable[Fields]) -> Fields:
-    """All layers in one. Later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by key."""
+    """All layers of definitions in one. Later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by
+    key, and lists of ``setup`` add up, unless the later one says ``{replace: [...]}``."""
+    return _merged(layers, _ADDED)
+
+
+def _merged(layers: Iterable[Fields], added: Collection[str] = ()) -> Fields:
     result: Fields = {}
     for layer in layers:
         for key, node in layer.items():
             below = result.pop(key, None)
-            if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
-                node = dataclasses.replace(node, value=merged([below.value, node.value]))
+            if below is not None and key in added:
+                node = _sum(below, node)
+            elif below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
+                node = dataclasses.replace(node, value=_merged([below.value, node.value]))
             result[key] = node  # with the later layer's key, which has its place
     return result
+
+
+def _sum(below: Node, node: Node) -> Node:
+    """The items of two lists, each of which may be one text. A null, or a list that replaces, drops what is below it,
+    also in a sum."""
+    if node.value is None or isinstance(node.value, dict):
+        return node
+    place = Place(f"{below.place}, {node.place}")
+    replaced = get(below.value, REPLACE) if isinstance(below.value, dict) else None
+    if below.value is not None and replaced is None:
+        return Node([*_items(below), *_items(node)], "", place)
+    items = [*(_items(replaced) if replaced else []), *_items(node)]
+    return Node({Key(REPLACE, place): Node(items, "", place)}, "", place)
+
+
+def _items(node: Node) -> list[Node]:
+    return node.value if isinstance(node.value, list) else [node]
 
 
 # --- the core schema

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,15 @@ from clusterddp.failures import node_memory
 from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.history.words import at_step
 from clusterddp.jobdef import load as jobs
-from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
+from clusterddp.jobdef.configuration_files import (
+    ConfigurationFile,
+    clusters_in,
+    find_configuration_files,
+    read_configuration_files,
+    site_profile,
+)
 from clusterddp.jobdef.job import KEYS, Job
-from clusterddp.jobdef.kinds import Frozen
+from clusterddp.jobdef.kinds import Frozen, site_names
 from clusterddp.jobdef.load import list_differences, load_resolved
 from clusterddp.jobdef.program import is_hydra_app, module_file, placeholders_in
 from clusterddp.jobdef.tracking import check_packages
@@ -45,20 +52,39 @@ def describe(
     overrides: Mapping[str, str],
     origins: jobs.Origins | None = None,
     section: str | None = None,
+    on: str | None = None,
 ) -> Job:
     """The job of a YAML file, or of a script with ``values``, on top of the configuration files.
 
-    ``origins`` and ``section``: as in ``load``.
+    ``origins``, ``section`` and ``on``: as in ``load``.
     """
-    defaults = read_configuration_files(
-        find_configuration_files(os.environ, Path.cwd()), slurm.submission_cluster(os.environ)
-    )
+    files, cluster = find_configuration_files(os.environ, Path.cwd()), slurm.named_cluster(os.environ)
+    defaults = read_configuration_files(files, cluster)
+    for remark in _of_cluster(files, cluster):
+        show(remark)
     if target and Path(target).suffix in (".yaml", ".yml"):
-        job = jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
+        job = jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section, on=on)
     else:
         values |= {"script": target} if target else {}
-        job = jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
+        job = jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins, on=on)
     return with_hydra(job)
+
+
+def _of_cluster(files: Sequence[ConfigurationFile], cluster: str | None) -> Iterator[str]:
+    """Remarks on the cluster's name: no file has a section for it, or a site's profile is for it."""
+    if cluster is None and shutil.which("sbatch") is None:  # not a cluster
+        return
+    known = clusters_in(files)
+    if known and cluster is None:
+        yield f"the cluster's name is unknown, so no section of `clusters:` applies ({', '.join(known)})"
+    elif known and cluster not in known:
+        yield f"no section of `clusters:` is for the cluster {cluster} ({', '.join(known)})"
+    for name in site_names() if cluster and not files else ():
+        if (profile := site_profile(name)).cluster == cluster:
+            yield (
+                f"this may be {profile.about}. To use what its documentation says, write `defaults: {{site: {name}}}` "
+                f"into ~/.config/clusterddp/config.yaml. `clusterddp config sites {name}` shows it"
+            )
 
 
 def with_hydra(job: Job) -> Job:

@@ -181,6 +181,16 @@ def submission_cluster(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def named_cluster(environ: Mapping[str, str]) -> str | None:
+    """The same in lower case. Asks slurmctld if this host has no slurm.conf at a usual place."""
+    name = submission_cluster(environ)
+    if name is None and shutil.which("scontrol"):
+        with suppress(SlurmError):
+            found = re.search(r"^ClusterName\s*=\s*(\S+)", run("scontrol", "show", "config"), re.MULTILINE)
+            name = found[1] if found else None
+    return name.lower() if name else None
+
+
 def cluster_name(environ: Mapping[str, str]) -> str | None:
     """The cluster that job ids belong to, inside or outside a job, or None if unknown."""
     name = environ.get("SLURM_CLUSTER_NAME") or submission_cluster(environ) or ""

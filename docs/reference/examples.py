@@ -68,6 +68,7 @@ EXAMPLES = {
     "config show": "clusterddp config show jobs/digits.yaml --origin --nodes 4",
     "config validate": "clusterddp config validate jobs/*.yaml .clusterddp/config.yaml",
     "config presets": "clusterddp config presets\nclusterddp config presets timm",
+    "config sites": "clusterddp config sites lumi",
     "config schema": "clusterddp config schema",
     "list": "clusterddp list --show loss --state running,pending",
     "status": "clusterddp status runs/train-0",

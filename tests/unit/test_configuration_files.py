@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.command_line import parser
+from clusterddp.cli.command_line import command, parser
 from clusterddp.cli.options import resolve_job
 from clusterddp.errors import JobDefinitionError
-from clusterddp.jobdef import configuration_files
+from clusterddp.jobdef import configuration_files, kinds
 from clusterddp.jobdef.configuration_files import ConfigurationFile, find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.load import from_values
+from clusterddp.jobdef.load import from_values, load, load_resolved
 from clusterddp.runs.submission import describe
 from clusterddp.slurm import commands
 from clusterddp.slurm.commands import submission_cluster
@@ -188,10 +188,8 @@ def test_submit_names_the_configuration_files_that_it_has_read(
     arguments = parser(["submit"]).parse_args(["submit", "-m", "net"])
     assert resolve_job(arguments, None).partition == "site"
     named = [f"site {environ['CLUSTERDDP_SITE_CONFIG']}", f"user {environ['XDG_CONFIG_HOME']}/clusterddp/config.yaml"]
-    assert (
-        capsys.readouterr().err
-        == f"configuration files: {', '.join(named)}, project {checkout}/.clusterddp/config.yaml\n"
-    )
+    files = f"{', '.join(named)}, project {checkout}/.clusterddp/config.yaml"
+    assert f"configuration files: {files}" in capsys.readouterr().err.splitlines()
 
 
 def test_the_cluster_is_also_known_where_slurmctld_distributes_its_configuration(
@@ -203,3 +201,145 @@ def test_the_cluster_is_also_known_where_slurmctld_distributes_its_configuration
     assert submission_cluster({}) == "alps"
     assert submission_cluster({"SLURM_CONF": "/nonexistent"}) is None
     assert submission_cluster({"SLURM_CONF": str(cached), "SLURM_CLUSTERS": "other"}) == "other"
+
+
+# --- sites and targets
+
+TARGETS = """\
+defaults:
+  site: some
+  account: mine
+  setup: [of config]
+clusters:
+  alps:
+    targets:
+      h100: {constraint: h100, setup: [of target], env: {B: target}}
+      own: {account: other}
+"""
+PROFILE = """\
+about: some site
+source: somewhere
+date: 2026-11
+cluster: alps
+defaults: {account: site, partition: site, setup: [of site], env: {A: site, B: site}}
+targets:
+  h100: {partition: h100, constraint: site}
+  v100: {partition: v100}
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a user with TARGETS, where the profile `some` is the only one."""
+    write(tmp_path / "sites" / "some.yaml", PROFILE)
+    monkeypatch.setattr(kinds, "SITES_FOLDER", tmp_path / "sites")
+    write(tmp_path / "home" / "clusterddp" / "config.yaml", TARGETS)
+    return {**BARE, "XDG_CONFIG_HOME": str(tmp_path / "home")}
+
+
+def job_on(environ: dict[str, str], on: str | None, **values: object) -> Job:
+    files = find_configuration_files(environ, Path("/nonexistent"))
+    return from_values({"module": "m", **values}, defaults=read_configuration_files(files, "alps"), on=on)
+
+
+def test_site_configuration_target_and_job_are_layers(profile: dict[str, str]) -> None:
+    """The later wins. Their setup lines and variables add up, in this order."""
+    plain = job_on(profile, None)
+    assert (plain.account, plain.partition, plain.constraint) == ("mine", "site", None)
+    chosen = job_on(profile, "h100", setup=["of job"], env={"C": "job"})
+    assert (chosen.partition, chosen.constraint) == ("h100", "h100")
+    assert chosen.setup == ("of site", "of config", "of target", "of job")
+    assert chosen.env == {"A": "site", "B": "target", "C": "job"}
+    assert job_on(profile, "v100").partition == "v100"
+    assert job_on(profile, "own", account="job").account == "job"
+
+
+@pytest.mark.parametrize(
+    ("setup", "lines"),
+    [
+        ({"replace": ["mine"]}, ("mine",)),
+        ({"replace": "mine"}, ("mine",)),
+        ("a\nb\n", ("of site", "of config", "a", "b")),
+        (None, ()),
+    ],
+)
+def test_a_job_may_replace_the_lines_of_configuration_files(
+    profile: dict[str, str], setup: object, lines: tuple[str, ...]
+) -> None:
+    """A null drops them, as it drops every value. What is replaced in a configuration file stays so below a job."""
+    assert job_on(profile, None, setup=setup).setup == lines
+    path = Path(profile["XDG_CONFIG_HOME"]) / "clusterddp" / "config.yaml"
+    path.write_text("defaults: {site: some, setup: {replace: [new]}}")
+    assert job_on(profile, None, setup=["last"]).setup == ("new", "last")
+
+
+def test_a_runs_record_has_the_values_of_its_site(profile: dict[str, str], tmp_path: Path) -> None:
+    """And not its name: a later profile changes no run, and lines do not add up again."""
+    made = job_on(profile, "h100", setup=["of job"])
+    recorded = write(tmp_path / "run" / "job.yaml", made.to_yaml())
+    assert "site: some" not in recorded.read_text()
+    assert load_resolved(recorded) == load(recorded) == made
+
+
+@pytest.mark.parametrize(("values", "on"), [({"site": "smoe"}, None), ({}, "h1000"), ({"site": None}, "v100")])
+def test_an_unknown_site_or_target_is_a_mistake(
+    profile: dict[str, str], values: dict[str, object], on: str | None
+) -> None:
+    """It names the ones that there are. Without the site, its targets are not there."""
+    with raises(JobDefinitionError):
+        job_on(profile, on, **values)
+
+
+def test_mistakes_in_a_target_are_found_like_others(profile: dict[str, str]) -> None:
+    """Whether or not it is chosen."""
+    path = Path(profile["XDG_CONFIG_HOME"]) / "clusterddp" / "config.yaml"
+    path.write_text("clusters: {other: {targets: {a: {partitoin: x}, b: [c]}}}")
+    with raises(JobDefinitionError):
+        job_on(profile, None)
+
+
+def test_a_profile_is_offered_where_its_cluster_is(
+    profile: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a user without configuration files. Nothing of it applies."""
+    for name, value in {**BARE, "SLURM_CLUSTERS": "alps"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    assert describe(None, {"module": "m"}, {}).partition is None
+    assert "config sites some" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cluster", "said"), [("alps", False), ("nowhere", True), (None, True)])
+def test_a_cluster_without_a_section_is_said(
+    profile: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cluster: str | None,
+    said: bool,
+) -> None:
+    """Also if its name is unknown, where there is a Slurm. slurmctld knows it if no file does."""
+    for program in ("sbatch", "scontrol"):
+        name = f"echo 'ClusterName = {cluster}'" if cluster else "exit 1"
+        write(tmp_path / "bin" / program, f"#!/bin/sh\n{name}\n").chmod(0o755)
+    for variable, value in {**profile, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(commands, "CONFIGURATION_FILES", ())
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = describe(None, {"module": "m"}, {}, on="own" if cluster == "alps" else None)
+    assert made.account == ("other" if cluster == "alps" else "mine")
+    assert ("`clusters:`" in capsys.readouterr().err) is said
+
+
+@pytest.mark.parametrize("name", kinds.site_names())
+def test_every_profile_is_valid_and_says_where_it_is_from(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With each of its targets. All values may be overridden."""
+    profile = configuration_files.site_profile(name)
+    assert profile.about and profile.source and re.fullmatch(r"\d{4}-\d{2}", profile.date)
+    for target in (None, *profile.targets):
+        assert from_values({"module": "m", "site": name}, on=target) != from_values({"module": "m"})
+    assert command(["config", "sites"]) == 0
+    assert re.search(rf"^{name} .*{re.escape(profile.source)}.*Not tested there by us", capsys.readouterr().out, re.M)
+    assert command(["config", "sites", name]) == 0
+    assert profile.text.strip() in capsys.readouterr().out

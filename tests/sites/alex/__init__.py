@@ -5,7 +5,7 @@ Sources: doc.nhr.fau.de/clusters/alex, "Multi-node job"; a script of a user.
 
 from tests.sites.slurm import Options
 
-COMMAND = "train.py --nodes 2 --gpus a100:8 --time 24:00:00"
+COMMAND = "train.py --nodes 2 --time 24:00:00 --on a100"
 EXPECTED = "-p a100 -q a100multi --gres=gpu:a100:8 -N 2 --ntasks-per-node=8 --cpus-per-task=16 --export=NONE"
 ACCEPTED = (
     "--time=24:00:00 --ntasks-per-node=8 --nodes=2 --partition=a100 --qos=a100multi --gres=gpu:a100:8 -C a100_80 "

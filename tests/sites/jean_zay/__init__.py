@@ -5,7 +5,7 @@ Sources: idris.fr "GPU Partitions"; a multi-GPU script of a user for ``-C h100``
 
 from tests.sites.slurm import Options
 
-COMMAND = "train.py --nodes 2 --gpus 8"
+COMMAND = "train.py --nodes 2 --gpus 8 --on a100"
 EXPECTED = "-A abc@a100 -C a100 --gres=gpu:8 -N 2 --ntasks-per-node=8 --cpus-per-task=8 --hint=nomultithread"
 ACCEPTED = (
     "--job-name=test -C h100 --account=ABC@h100 --gres=gpu:4 --ntasks-per-node=4 --cpus-per-task=24 "

@@ -5,7 +5,7 @@ Sources: docs.alliancecan.ca "Running jobs" and "Using GPUs with Slurm"; a scrip
 
 from tests.sites.slurm import Options
 
-COMMAND = "train.py --nodes 2 --gpus a100:4 --time 3:00:00"
+COMMAND = "train.py --nodes 2 --time 3:00:00"
 EXPECTED = "-A def-someuser --gpus-per-node=a100:4 -N 2 --ntasks-per-node=4 --cpus-per-task=12 --mem=510000M"
 ACCEPTED = "--account=def-someuser --nodes=1 --gpus-per-node=a100:4 --cpus-per-task=12 --mem=64000M --time=00-00:05"
 REFUSED = "--nodes=1 --gpus-per-node=a100:4 --cpus-per-task=12 --mem=64000M --time=00-00:05"
