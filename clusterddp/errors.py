@@ -76,7 +76,11 @@ class PreflightError(ClusterddpError):
 
 
 class DeviceError(ClusterddpError):
-    """The requested devices are not available."""
+    """The requested devices are not available. ``lacks_gpus``: the node has too few, but others may have enough."""
+
+    def __init__(self, message: str, lacks_gpus: bool = False) -> None:
+        super().__init__(message)
+        self.lacks_gpus = lacks_gpus
 
 
 class RunDirectoryError(ClusterddpError):

@@ -46,41 +46,6 @@ ORDERS: Mapping[str, str] = {
 TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp stop", "clusterddp requeue", "clusterddp drain"
 GPU_HOURS = "limits.gpu_hours"
 REQUESTED_STOPS = frozenset((HOLD, REQUEUE, DRAIN, GPU_HOURS))
-#: Events that are not written into the history.
-CHANNEL_EVENTS: Mapping[str, Message] = {
-    "joined": Message("host pid address", "made by the supervisor from a rank's first message"),
-    "serving": Message("", "rank 0's store accepts connections"),
-    "alive": Message(
-        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? made? place? waits? line? "
-        "still_s? device? collectives? stood_s?",
-        "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them; "
-        "`made`: `step` is not that of the run, but counted from the attempt's beginning; "
-        "after a timeout, `device`: its step, its state there and for how many seconds, and `collectives`: for each "
-        "process group, the number of the last complete one, of the last one, and of the incomplete one; "
-        "`stood_s`: seconds for which the rank was stopped since its last heartbeat",
-    ),
-    "gpu": Message(
-        "figures",
-        "what the rank's GPUs did since the last such message: GPU_FIGURES of `rundir/timing.py`; null where unknown",
-    ),
-    "connecting": Message("", "the rank has called `clusterddp.init()`, and connects to the other ranks"),
-    "connected": Message("", "the rank has connected to the other ranks"),
-    "wrote": Message("file", "the script's first save in this folder of a file with such a suffix"),
-    "stacks": Message("request place threads", "a rank's stacks, for a request"),
-    "committing": Message(
-        "question step",
-        "rank 0 has a snapshot of this step, and asks whether every rank has made the step",
-    ),
-    "made": Message("question step", "how many steps the rank has made, for such a question"),
-    "saving": Message("request step? committed?", "rank 0 will save; without `step`, it has no run to save"),
-    "left": Message(
-        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? read_saved? "
-        "used_clusterddp? final?",
-        "how the rank ended, as its last message; `read_saved`: it made no step, but opened the file that the script "
-        "had named in `requeue(saved=...)` at its last stop",
-    ),
-}
-
 #: A user's request, the first and only message of a connection: the token, the kind of request and its values. The
 #: supervisor answers with any number of `news`, and one of the others as the last.
 REQUEST = "token request values"

@@ -1,4 +1,4 @@
-"""Whether events have the fields of their classes in ``clusterddp/history``, and messages those of ``protocol.py``."""
+"""Whether events have the fields of their classes in ``clusterddp/history``, and reports those of ``messages.py``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 from clusterddp.history.codec import decode, listed
 from clusterddp.history.event import EVENTS, Event
 from clusterddp.history.view import RunView
-from clusterddp.protocol import CHANNEL_EVENTS
+from clusterddp.messages import REPORTS
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: The fields of events and messages, as a text.
 EVERY = {name: listed(kind) for name, kind in EVENTS.items()}
-EVERY |= {name: message.fields for name, message in CHANNEL_EVENTS.items()}
+EVERY |= {name: listed(kind) for name, kind in REPORTS.items()}
 
 #: A value of each type of a field.
 _VALUES: Mapping[Any, Any] = {int: 0, float: 0.0, str: "", bool: False, Sequence: [], Mapping: {}, Any: None}

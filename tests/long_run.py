@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clusterddp.messages import Alive
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingLines, interval_s
 from tests.runs_on_disk import BEGAN, event, recorded_run, write_lines
@@ -94,11 +95,11 @@ def _timing(number: int, ranks: int, times: tuple[float, float], steps: int, slo
     yield from written.interval(end, hosts)
 
 
-def _beat(rank: int, steps: int, own_s: float) -> dict[str, Any]:
+def _beat(rank: int, steps: int, own_s: float) -> Alive:
     """The totals of a rank after so many steps, each rank a little faster or slower than the others."""
     own = own_s * (1 + 0.02 * math.sin(rank)) * steps
-    totals = [steps, DATA_S * steps, own, STEP_S * steps - own, None]
-    return {"timing": totals}
+    totals = (steps, DATA_S * steps, own, STEP_S * steps - own, None)
+    return Alive(steps, steps, 0.0, timing=totals)
 
 
 def _metrics(begin: int, end: int, attempt: int, begins: float) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import PHASES, TimingFile, TimingLines
+from tests.reports import beat_of
 
 #: Seconds of a step in each phase other than the wait, of a rank that is as fast as the others.
 USUAL = {"data_s": 0.002, "own_s": 0.1, "save_s": 0.0001}
@@ -52,7 +53,7 @@ def timing_lines(
             totals[rank] = [totals[rank][0] + steps] + [
                 total + steps * phases[name] for total, name in zip(totals[rank][1:], PHASES, strict=True)
             ]
-            timing.update(rank, {"timing": totals[rank]}, now)
+            timing.update(rank, beat_of({"timing": totals[rank]}), now)
         if timing.due(now):
             lines += timing.interval(now, hosts)
     return lines + timing.interval(now, hosts)

@@ -213,7 +213,7 @@ class Stubs:
             frames = [f"/home/user/project/module_{number}.py:{number} (function_{number})" for number in range(FRAMES)]
             threads = [{"name": name, "frames": frames} for name in ("MainThread", "heartbeat", "agreement")]
             place = "the all_reduce of backward" if stub.rank % 512 else "data.py:88 (read)"
-            self._send(stub, "stacks", {"event": "stacks", "request": text, "place": place, "threads": threads})
+            self._send(stub, "stacks", {"event": "stacks", "request": int(text), "place": place, "threads": threads})
         elif order == "leave":
             self._send(stub, "left", {"event": "left", **end, "end": "dismissed", "error": text})
             self._close(stub)

@@ -84,7 +84,8 @@ def choose_devices(
         hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""
         raise DeviceError(
             f"device {device} requested, but no GPU is visible on node {host}{hidden}. Request GPUs (--gpus-per-node), "
-            "install a CUDA build of torch, or use --device cpu"
+            "install a CUDA build of torch, or use --device cpu",
+            lacks_gpus=True,
         )
     if device.index is not None:
         first = device.index
@@ -93,7 +94,7 @@ def choose_devices(
     elif visible_gpus < needed:
         gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
         found = f"Slurm gave {visible_gpus}" if slurm else f"torch sees {visible_gpus}"
-        raise DeviceError(f"the ranks on node {host} need {gpus}, but {found}. {_FEWER}")
+        raise DeviceError(f"the ranks on node {host} need {gpus}, but {found}. {_FEWER}", lacks_gpus=True)
     else:
         first = environment.local_rank * per_rank
     return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
@@ -115,7 +116,8 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
         )
     if len(devices) < environment.local_world_size:
         needed = f"the ranks on node {host} need {environment.local_world_size} GPUs"
-        raise DeviceError(f"{needed}, but CUDA_VISIBLE_DEVICES lists {len(devices)} MIG devices. {_FEWER}")
+        few = f"{needed}, but CUDA_VISIBLE_DEVICES lists {len(devices)} MIG devices. {_FEWER}"
+        raise DeviceError(few, lacks_gpus=True)
     return devices[environment.local_rank]
 
 

@@ -22,19 +22,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from clusterddp.messages import Alive, Row
 from clusterddp.process import RunningClock
 from clusterddp.protocol import IDLE, OWN, WAIT
-from clusterddp.rundir.schemas import Schema, is_count, is_text, optional, schema_error
 from clusterddp.rundir.timing import SLOW_RATIO, is_slow
 
 #: The most process groups that a rank reports, and the most characters of a collective's sizes.
 MOST_GROUPS, LONGEST_SIZES = 8, 60
 #: Collectives whose inputs have the same sizes on all ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce")
-
-#: A process group: its name and backend, the number of the last collective up to which all are complete, that of the
-#: last one that was called, and the first that is not complete, "" if there is none.
-Row = Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -45,15 +41,6 @@ class Apart:
     groups: tuple[tuple[tuple[int, ...], str], ...]
     late: tuple[int, ...]
     different: bool = False
-
-
-def is_outline(value: Any) -> bool:
-    """Whether a value from a rank is the outline of its flight record."""
-    checks = (is_text, is_count, is_count, is_text)
-    return isinstance(value, list) and all(
-        isinstance(row, list) and len(row) == 4 and all(map(lambda check, one: check(one), checks, row))
-        for row in value
-    )
 
 
 def outline(record: Mapping[str, Any]) -> Sequence[Row]:
@@ -70,7 +57,7 @@ def outline(record: Mapping[str, Any]) -> Sequence[Row]:
             row[1] = number
         elif not row[3]:
             row[3] = _words(entry)
-    return [*rows.values()][:MOST_GROUPS]
+    return [(name, complete, last, pending) for name, complete, last, pending in rows.values()][:MOST_GROUPS]
 
 
 def _complete(entry: Mapping[str, Any]) -> bool:
@@ -135,7 +122,6 @@ SILENCE_BEATS = 4
 LASTING_RATIO, EXPLAINED_S = 1.2, 600.0
 #: The most ranks that a message lists.
 NAMED = 4
-_PASSED_ON = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
 #: A device makes progress if its last step took less than this many times the usual time of a step.
 DEVICE_GAP = 4.0
 
@@ -466,16 +452,29 @@ class Watch:
         self._explained: set[int] = set()
         self._statuses: dict[int, RankStatus] = {}
 
-    def update(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
-        """Records a rank's heartbeat. Raises ValueError for a malformed one."""
-        if wrong := schema_error(beat, _BEAT):
-            raise ValueError(wrong)
-        now, values = self._clock.now, {name: beat[name] for name in _PASSED_ON if name in beat}
-        if beat.get("device") is not None:
-            values |= {"device": (beat["device"][0], beat["device"][1]), "device_still_s": beat["device"][2]}
-        values["of_attempt"] = "made" in beat
-        values["collectives"] = beat.get("collectives") or ()
-        self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **values)
+    def update(self, rank: int, host: str, beat: Alive) -> None:
+        """Records a rank's heartbeat."""
+        now = self._clock.now
+        step, does, still_s = beat.device or (0, "", math.inf)
+        self._statuses[rank] = RankStatus(
+            rank,
+            host,
+            beat.count,
+            beat.step,
+            beat.allowed_s,
+            moved=now - beat.age_s,
+            heard=now,
+            place=beat.place,
+            waits=beat.waits,
+            line=beat.line,
+            own_s=beat.own_s,
+            step_s=beat.step_s,
+            still_s=beat.still_s,
+            device=None if beat.device is None else (step, does),
+            device_still_s=still_s,
+            collectives=beat.collectives,
+            of_attempt=beat.made is not None,
+        )
 
     def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Found]:
         """What has been found by now. Call this every ``beat_s`` seconds.
@@ -539,29 +538,3 @@ class Watch:
         late = [status for status in statuses if status.rank in at_fault]
         confirmed = all(status.heard > self._suspected or _silent(status, now, self._beat_s) for status in late)
         return hang if confirmed else None
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_device(value: Any) -> bool:
-    """A step, what the device does there, and for how many seconds it was seen there."""
-    checks = (is_count, is_text, _is_seconds)
-    return isinstance(value, list) and len(value) == 3 and all(map(lambda check, one: check(one), checks, value))
-
-
-_BEAT: Schema = {
-    "count": is_count,
-    "step": is_count,
-    "age_s": _is_seconds,
-    "allowed_s": optional(_is_seconds),
-    "place": optional(is_text),
-    "line": optional(is_text),
-    "own_s": optional(_is_seconds),
-    "step_s": optional(_is_seconds),
-    "still_s": optional(_is_seconds),
-    "device": optional(_is_device),
-    "collectives": optional(is_outline),
-    "stood_s": optional(_is_seconds),
-}

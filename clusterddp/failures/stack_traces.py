@@ -17,15 +17,16 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from clusterddp.hostlist import ranges
+from clusterddp.messages import Stacks
 from clusterddp.process import current_frames
 from clusterddp.reporter import counted
-from clusterddp.rundir.schemas import is_text
 
 #: The frames below every script: those of the rank's entry point, a launched function, and runpy.
 _BELOW = re.compile(
@@ -167,36 +168,19 @@ def _frames(stack: str) -> list[str]:
 
 #: The most ranks, or hosts, that a line names.
 NAMED = 8
-_FIELDS = {"name", "frames"}
 
 
-def is_threads(value: Any) -> bool:
-    """Whether a value from a rank is a list of threads with their frames."""
-    return isinstance(value, list) and all(
-        isinstance(thread, dict)
-        and thread.keys() == _FIELDS
-        and is_text(thread["name"])
-        and isinstance(thread["frames"], list)
-        and all(map(is_text, thread["frames"]))
-        for thread in value
-    )
-
-
-def stacks_key(answer: Mapping[str, Any]) -> Any:
-    """Equal for ranks with equal stacks."""
-    return answer["place"], tuple((thread["name"], *thread["frames"]) for thread in answer["threads"])
-
-
-def grouped(stacks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[dict[str, Any]]:
+def grouped(stacks: Mapping[int, Stacks], hosts: Mapping[int, str]) -> list[dict[str, Any]]:
     """Ranks with equal stacks together, the largest group first: "ranks", "hosts", "place" and "threads"."""
     groups: dict[Any, dict[str, Any]] = {}
     keys: dict[int, Any] = {}  # by the identity of values, which thousands of ranks share
     of: dict[Any, dict[str | None, None]] = {}  # the hosts of each group
     for rank, answer in sorted(stacks.items(), key=lambda item: item[0]):
         if (key := keys.get(id(answer))) is None:
-            key = keys[id(answer)] = stacks_key(answer)
-        values = {"ranks": [], "hosts": [], "place": answer["place"], "threads": answer["threads"]}
-        group = groups.setdefault(key, values)
+            key = keys[id(answer)] = answer.place, answer.threads
+        if (group := groups.get(key)) is None:
+            threads = [asdict(thread) for thread in answer.threads]
+            group = groups[key] = {"ranks": [], "hosts": [], "place": answer.place, "threads": threads}
         group["ranks"].append(rank)
         of.setdefault(key, {})[hosts.get(rank)] = None
     for key, group in groups.items():

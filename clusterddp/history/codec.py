@@ -6,12 +6,13 @@ is ``Unread``, and nothing of it is lost: ``encode`` is the inverse of ``decode`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
+from clusterddp import codec
+from clusterddp.codec import Entry, Misfit
 from clusterddp.history import beginnings, checkpoints, ends, failures, steps, stops
 from clusterddp.history.event import EVENTS, Event, Unread
 from clusterddp.reporter import in_one_line
@@ -20,25 +21,24 @@ from clusterddp.reporter import in_one_line
 MODULES = (beginnings, steps, checkpoints, stops, failures, ends)
 #: The fields that every line has, besides the name of its event.
 _OF_EVERY_LINE = ("time", "attempt")
-#: Larger numbers cannot be printed. Damaged lines may have some.
-_LARGEST = 1e300
 
 
 def decode(line: Mapping[str, Any]) -> Event:
     """The event of a line that matches ``rundir.schemas.EVENT``. A missing field that may be None is None."""
+    try:
+        return read(line)
+    except Misfit:
+        return _unread(line)
+
+
+def read(line: Mapping[str, Any]) -> Event:
+    """The same. Raises Misfit for a known event whose fields have not their types."""
     if (name := line["event"]) not in EVENTS:
         return _unread(line)
     entries = _entries(name)
-    values: dict[str, Any] = {}
-    for name, entry in entries.items():
-        if name not in line and not entry.always:
-            continue
-        value: Any = line.get(name)
-        if not entry.fits(value):
-            return _unread(line)
-        values[name] = tuple(value) if entry.sequence else value
+    values = codec.fitting(entries, line)
     others = {name: value for name, value in line.items() if name not in entries and name != "event"}
-    return EVENTS[line["event"]](**values, others=others, order=tuple(line))
+    return EVENTS[name](**values, others=others, order=tuple(line))
 
 
 def _unread(line: Mapping[str, Any]) -> Unread:
@@ -48,17 +48,17 @@ def _unread(line: Mapping[str, Any]) -> Unread:
 
 def encode(event: Event) -> dict[str, Any]:
     """The object of an event's line. Without the fields that have their default, unless the event was read from a line
-    with them."""
+    with them. A field that was changed since is the last one."""
     kind = type(event)
     name = event.event if isinstance(event, Unread) else event.name
     values = {"time": event.time, "attempt": event.attempt, "event": name}
     own = {item.name: getattr(event, item.name) for item in _fields(kind)}
     values |= {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
     values |= event.others
-    if event.order:
-        return {name: values[name] for name in event.order}
-    omitted = {item.name for item in _fields(kind) if item.default is not MISSING and own[item.name] == item.default}
-    return {name: value for name, value in values.items() if name not in omitted}
+    missing = (None,) if event.order else ()
+    omitted = {item.name for item in _fields(kind) if own[item.name] in (item.default, *missing)}
+    names = dict.fromkeys((*event.order, *(name for name in values if name not in omitted)))
+    return {name: values[name] for name in names}
 
 
 def sentence(line: Mapping[str, Any]) -> str | None:
@@ -71,7 +71,7 @@ def sentence(line: Mapping[str, Any]) -> str | None:
     return f"attempt {event.attempt}: {in_one_line(text)}" if text else None
 
 
-def listed(kind: type[Event]) -> str:
+def listed(kind: type[Any]) -> str:
     """The names of an event's fields, as in ``step? reason`` if ``step`` may be missing. Without ``rank``, which every
     event may have, unless this event always has it."""
     always = {item.name for item in _fields(kind) if item.default is MISSING}
@@ -79,58 +79,13 @@ def listed(kind: type[Event]) -> str:
     return " ".join(name if name in always else f"{name}?" for name in names)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """How a field is read. ``always``: it has no default. ``sequence``: a list becomes a tuple."""
-
-    fits: Callable[[Any], bool]
-    always: bool
-    sequence: bool
-
-
 @cache
-def _entries(event: str) -> Mapping[str, _Entry]:
+def _entries(event: str) -> Mapping[str, Entry]:
     """How the fields of a line are read."""
-    kind = EVENTS[event]
-    types = get_type_hints(kind)
-    always = dict.fromkeys(_OF_EVERY_LINE, False)
-    always |= {item.name: item.default is MISSING for item in _fields(kind)}
-    return {
-        name: _Entry(_check(types[name]), needed, get_origin(types[name]) is Sequence)
-        for name, needed in always.items()
-    }
+    entries = codec.entries(EVENTS[event])  # type: ignore[arg-type]  # mypy: a class is not Hashable
+    return {name: entries[name] for name in (*_OF_EVERY_LINE, *(item.name for item in _fields(EVENTS[event])))}
 
 
-def _fields(kind: type[Event]) -> tuple[Field[Any], ...]:
+def _fields(kind: type[Any]) -> tuple[Field[Any], ...]:
     """The fields of a class that are of its lines alone."""
     return tuple(item for item in fields(kind) if item.name not in (*_OF_EVERY_LINE, "others", "order", "event"))
-
-
-def _check(annotation: Any) -> Callable[[Any], bool]:
-    """Whether a value of JSON is of a type."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if annotation is Any:
-        return lambda _: True
-    if origin in (Union, UnionType):
-        checks = [_check(part) for part in parts]
-        return lambda value: any(check(value) for check in checks)
-    if origin is Sequence:
-        item = _check(parts[0])
-        return lambda value: isinstance(value, list) and all(map(item, value))
-    if origin is Mapping:
-        item = _check(parts[1])
-        return lambda value: isinstance(value, dict) and all(map(item, value.values()))
-    return _PLAIN[annotation]
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -_LARGEST < value < _LARGEST
-
-
-_PLAIN: Mapping[Any, Callable[[Any], bool]] = {
-    int: lambda value: type(value) is int and -(2**63) <= value < 2**63,
-    float: _is_number,
-    str: lambda value: isinstance(value, str),
-    bool: lambda value: isinstance(value, bool),
-    NoneType: lambda value: value is None,
-}

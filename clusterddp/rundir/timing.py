@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterddp.messages import Alive, Figures
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.json_lines import WholeLines, drop_torn_line, last_lines, open_lines, parse
@@ -72,25 +73,19 @@ class TimingLines:
         #: How many steps rank 0 has made in this attempt, by its last heartbeat; None if it counts those of the run.
         self.made: int | None = None
 
-    def update(self, rank: int, beat: Mapping[str, Any], now: float) -> None:
-        """Records the totals in a rank's heartbeat, if it has any. Raises ValueError for malformed ones."""
-        totals, age_s = beat.get("timing"), beat.get("timing_age_s", 0.0)
-        if rank == 0 and is_count(beat.get("made")):
-            self.made = beat["made"]
+    def update(self, rank: int, beat: Alive, now: float) -> None:
+        """Records the totals in a rank's heartbeat, if it has any."""
+        totals, age_s = beat.timing, beat.timing_age_s
+        if rank == 0 and beat.made is not None:
+            self.made = beat.made
         if totals is not None:
-            if not _is_totals(totals):
-                raise ValueError(f"'timing' is {totals!r:.60}")
-            if not is_time(age_s):
-                raise ValueError(f"'timing_age_s' is {age_s!r:.60}")
             self._totals[rank] = totals
             self._until = max(self._until, now - age_s)
             if self._begin is None and totals[0]:
                 self._begin = self._written_at = now - age_s - sum(seconds or 0.0 for seconds in totals[1:])
 
-    def update_gpus(self, rank: int, figures: Any) -> None:
-        """Records what a rank's GPUs did lately. Raises ValueError for a malformed report."""
-        if not (_are(figures, optional(is_time)) and len(figures) == len(GPU_FIGURES)):
-            raise ValueError(f"'figures' is {figures!r:.60}")
+    def update_gpus(self, rank: int, figures: Figures) -> None:
+        """Records what a rank's GPUs did lately."""
         before = self._figures.get(rank, [(0, 0.0, 0.0)] * len(GPU_FIGURES))
         self._figures[rank] = [
             known if new is None else (known[0] + 1, known[1] + new, max(known[2], new))
@@ -139,13 +134,6 @@ class TimingLines:
         if total is None:
             return None
         return round(total - (self._written.get(rank, [0] * 5)[place] or 0), 3)
-
-
-def _is_totals(value: Any) -> bool:
-    """Steps, then the seconds of each phase, None where unknown."""
-    if not (isinstance(value, list) and len(value) == 1 + len(PHASES) and is_count(value[0])):
-        return False
-    return all(seconds is None or is_time(seconds) for seconds in value[1:])
 
 
 class TimingFile:

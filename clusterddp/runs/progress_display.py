@@ -17,6 +17,7 @@ from clusterddp.failures.exit_status import LaunchFailure
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
+from clusterddp.messages import End
 from clusterddp.reporter import forgiving, one_line, printable, say, show, what_failed
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.json_lines import parse
@@ -257,10 +258,10 @@ def described(run: RunDirectory, event: Event) -> str:
     if event["event"] == "launch_failed":
         end = RankEnd.of_launch(LaunchFailure(tuple(event.get("lines", ())), event.get("refused") is True), when)
     elif event["event"] == "hung":
-        end = RankEnd(rank, host, "hung", when, error=event.get("what", "hung"))
+        end = RankEnd(rank, host, End.HUNG, when, error=event.get("what", "hung"))
     else:
         end = RankEnd.read(rank, host, when, run.rank_record(attempt, rank))
-        if end.end == "died":  # the supervisor's event has the cause of its death
+        if end.end is End.DIED:  # the supervisor's event has the cause of its death
             end = replace(end, error=event.get("error", end.error))
     secrets = secret_values(revealed(load_resolved(run.job_file), run.job_file), os.environ)
     more = [added_arguments(run, run.history().attempt(attempt))]

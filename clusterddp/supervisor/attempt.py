@@ -27,17 +27,18 @@ from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion, exit_status, node_memory
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.placement import Placement
-from clusterddp.history.beginnings import Started
+from clusterddp.history.beginnings import NotRead, OwnCheckpointRead, Started
 from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.history.ends import Completed
 from clusterddp.history.event import Event as Line
 from clusterddp.history.failures import Moved
-from clusterddp.history.steps import DeviceMemory, StepsSeen
+from clusterddp.history.steps import DeviceMemory, Progress, StepsSeen
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import changed_code, code_state
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
+from clusterddp.messages import End, Wrote
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
@@ -86,8 +87,6 @@ from clusterddp.worker.code_paths import mapped_variables
 
 #: How often the main thread wakes while a timer runs, in seconds, so that it sees that it was stopped meanwhile.
 TICK_S = 2.0
-#: The exceptions that a malformed event of a rank may raise when it is recorded.
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Attempt:
@@ -197,7 +196,7 @@ class Attempt:
         state, ranks = self._state, dict[str, list[int]]()
         if state.exit_code == 0 or state.superseded or state.notice.stop is not None:
             return
-        failed = {rank for rank, end in state.ends.items() if end["end"] != "done"}
+        failed = {rank for rank, left in state.ends.items() if left.end is not End.DONE}
         known = failed | state.silent | self._launcher.exit_statuses().keys()
         for rank in range(self._job.world_size):
             ranks.setdefault(state.node_of(rank), []).append(rank)
@@ -239,7 +238,7 @@ class Attempt:
     def _run_ranks(self) -> None:
         token = secrets.token_hex(16)
         handlers = Handlers(
-            on_event=lambda rank, name, values: self.post(RankEvent(rank, name, values)),
+            on_report=lambda rank, report: self.post(RankEvent(rank, report)),
             on_lost=lambda rank, silent: self.post(ConnectionLost(rank, silent)),
             on_request=lambda client, kind, values: self.post(Request(client, kind, values)),
             failed=self._fail,
@@ -415,21 +414,17 @@ class Attempt:
     def _handle(self, now: float, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
             raise event
-        if isinstance(event, RankEvent) and event.name == "wrote":
-            self._own.written = str(event.values.get("file"))
+        report = event.report if isinstance(event, RankEvent) else None
+        if isinstance(report, Wrote):
+            self._own.written = report.file
             return
-        if isinstance(event, RankEvent) and event.name in ("own_checkpoint_read", "not_read"):
-            event = replace(event, values={**event.values, "file": self._own.named(str(event.values.get("file")))})
+        if isinstance(event, RankEvent) and isinstance(report, OwnCheckpointRead | NotRead):
+            event = replace(event, report=replace(report, file=self._own.named(report.file)))
         self._tell_hook(now, event)
-        if self._step_log is not None and isinstance(event, RankEvent) and event.name == "progress":
+        if self._step_log is not None and isinstance(report, Progress):
             self._step_log.close()  # the script has a loop of clusterddp, which writes the metrics itself
             self._step_log = None
-        try:
-            self._state, actions = decide.step(self._state, event, now)
-        except decide.MalformedReport as error:
-            assert isinstance(event, RankEvent)
-            self._say_skipped(event.rank, event.name, error)
-            return
+        self._state, actions = decide.step(self._state, event, now)
         failed: Exception | None = None
         for action in actions:  # all of them, because the new state counts on each
             try:
@@ -438,9 +433,6 @@ class Attempt:
                 failed = failed or error
         if failed is not None:
             raise failed
-
-    def _say_skipped(self, rank: int, name: str, error: Exception) -> None:
-        self._writes.put(partial(say, f"skipped a malformed report from rank {rank} ({name!r}): {error}"))
 
     def _tell_hook(self, now: float, event: Event) -> None:
         """Calls the hook as soon as a preemption is certain, because later the nodes must be handed over."""
@@ -464,20 +456,14 @@ class Attempt:
                 self._server.answer(client, values, last)
             case StartTimer(timer, seconds):
                 self._start_timer(timer, seconds)
-            case Heartbeat(rank, host, values):
-                try:
-                    if self._watch:
-                        self._watch.update(rank, host, values)
-                    self._timing.update(rank, values, now)
-                except ValueError as error:
-                    self._say_skipped(rank, "alive", error)
+            case Heartbeat(rank, host, beat):
+                if self._watch:
+                    self._watch.update(rank, host, beat)
+                self._timing.update(rank, beat, now)
                 if self._timing.due(now):
                     self._write_timing(self._timing.interval)
-            case GpuFigures(rank, values):
-                try:
-                    self._timing.update_gpus(rank, values["figures"])
-                except ValueError as error:
-                    self._say_skipped(rank, "gpu", error)
+            case GpuFigures(rank, figures):
+                self._timing.update_gpus(rank, figures)
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
             case Do.ASK_AGAIN:
@@ -518,10 +504,7 @@ class Attempt:
             self._writes.task_done()
 
     def _record(self, event: str, at: float, values: Mapping[str, Any]) -> None:
-        try:
-            self._history.add(event, at, **values)
-        except _MALFORMED as error:
-            say(f"could not record the event {event!r}: {error!r}")
+        self._history.add(event, at, **values)
 
     def _record_own(self, event: str, **values: Any) -> None:
         self._writes.put(lambda: self._history.add(event, **values))
@@ -571,7 +554,7 @@ class Attempt:
     def _result(self) -> AttemptResult:
         state, statuses = self._state, self._launcher.exit_statuses()
         ends = rank_ends(self._run, self._number, state, statuses)
-        seen = {rank for rank, end in state.ends.items() if end["end"] in ("done", "stopped")} | statuses.keys()
+        seen = state.ended_well | statuses.keys()
         unseen = [state.node_of(rank) for rank in sorted(state.hosts.keys() - seen)] if state.exit_code else []
         ends = [end.without(self._history.secrets) for end in ends]
         return AttemptResult(state, tuple(ends), self._timing.made, tuple(dict.fromkeys(unseen)))

@@ -14,7 +14,22 @@ from typing import Any, Generic, TypeVar
 from clusterddp import protocol
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.failures.placement import Placement
+from clusterddp.history.event import Event as HistoryEvent
 from clusterddp.jobdef.job import Job
+from clusterddp.messages import (
+    Alive,
+    Committing,
+    Connected,
+    Connecting,
+    Figures,
+    Gpu,
+    Joined,
+    Left,
+    Saving,
+    Serving,
+    Stacks,
+    Wrote,
+)
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
 ASK_S = 4.0
@@ -59,13 +74,18 @@ class Notice:
     nodes: frozenset[str] | None = None
 
 
+#: What a rank reports over the control channel. Events are recorded in the history.
+Report = (
+    Joined | Serving | Alive | Gpu | Connecting | Connected | Wrote | Stacks | Saving | Committing | Left | HistoryEvent
+)
+
+
 @dataclass(frozen=True)
 class RankEvent:
-    """A rank reported ``name`` over the control channel, with these values."""
+    """A rank has sent a report."""
 
     rank: int
-    name: str
-    values: Mapping[str, Any] = field(default_factory=dict)
+    report: Report
 
 
 @dataclass(frozen=True)
@@ -227,7 +247,7 @@ class Heartbeat:
 
     rank: int
     host: str
-    values: Mapping[str, Any]
+    beat: Alive
 
 
 @dataclass(frozen=True)
@@ -235,7 +255,7 @@ class GpuFigures:
     """What a rank's GPUs did, for the file of step times."""
 
     rank: int
-    values: Mapping[str, Any]
+    figures: Figures
 
 
 class Do(enum.Enum):
@@ -329,13 +349,14 @@ class Pending:
     """A request that is not answered yet."""
 
     request: Request
-    #: The ranks that it waits for, until when (in unix seconds), and what ranks have answered: for stacks and a save
-    #: those that have answered are still among ``ranks``.
+    #: The ranks that it waits for, until when (in unix seconds), and what they have answered: those that have are still
+    #: among ``ranks``.
     ranks: frozenset[int] = frozenset()
     until: float = math.inf
-    answers: PerRank[Mapping[str, Any]] = field(default_factory=PerRank[Mapping[str, Any]])
-    #: The different stacks among them.
-    distinct: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
+    stacks: PerRank[Stacks] = field(default_factory=PerRank[Stacks])
+    saving: Saving | None = None
+    #: The different ones among the stacks.
+    distinct: Mapping[Stacks, Stacks] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -379,8 +400,8 @@ class State:
     lost_at: PerRank[float] = field(default_factory=PerRank[float])
     #: The ranks whose connection has ended.
     closed: PerRank[bool] = field(default_factory=PerRank[bool])
-    #: The record of its end that each rank has sent.
-    ends: PerRank[Mapping[str, Any]] = field(default_factory=PerRank[Mapping[str, Any]])
+    #: How each rank ended that has reported it.
+    ends: PerRank[Left] = field(default_factory=PerRank[Left])
     #: The ranks whose nodes stopped answering, and those whose connection fell silent although their nodes answer.
     silent: frozenset[int] = frozenset()
     unreachable: frozenset[int] = frozenset()
@@ -477,6 +498,11 @@ class State:
     def lost_nodes(self) -> tuple[str, ...]:
         """The nodes that were lost with their ranks."""
         return tuple(dict.fromkeys(self.node_of(rank) for rank in sorted(self.silent)))
+
+    @property
+    def ended_well(self) -> set[int]:
+        """The ranks that finished or stopped."""
+        return {rank for rank, left in self.ends.items() if left.end.well}
 
     def gpu_fault_of(self, rank: int, at: float) -> str:
         """The fault of a rank's GPU that may be why the rank failed at ``at``. Empty if there is none."""

@@ -21,8 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.codec import Misfit, read
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.history import codec
+from clusterddp.history.beginnings import Rejoined
+from clusterddp.messages import REPORTS, Hello, Joined, Serving
 from clusterddp.reporter import counted, say
+from clusterddp.rundir.schemas import EVENT, is_text, schema_error
+from clusterddp.supervisor.attempt_state import Report
 from clusterddp.worker.control_channel import LONGEST_LINE, encoded, keep_alive, send_line
 
 #: The most bytes that are kept for a connection, unless a single line is longer.
@@ -166,8 +172,8 @@ class _Peer:
 class Handlers:
     """What a control server calls: from its own thread, one at a time."""
 
-    on_event: Callable[[int, str, Mapping[str, Any]], None]
-    """With a rank, the event that it reports, and the values."""
+    on_report: Callable[[int, Report], None]
+    """With a rank, and what it reports."""
     on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None
     """With a rank whose connection broke, and whether it is silent: its node does not respond."""
     on_request: Callable[[int, str, Mapping[str, Any]], None] = lambda *_: None
@@ -383,29 +389,35 @@ class ControlServer:
             return False
         try:
             message = json.loads(line)
-            if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
-                if type(message.get("rank")) is int:  # it would try again, like one that was displaced
-                    _refuse(peer, "its token is not this attempt's")
-                return False
-            return self._take(peer, message) if "request" in message else self._greet(peer, message)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, RecursionError):
             return False
+        if not (isinstance(message, dict) and is_text(message.get("token"))):
+            return False
+        if not hmac.compare_digest(message["token"].encode(errors="replace"), self._token.encode()):
+            if type(message.get("rank")) is int:  # it would try again, like one that was displaced
+                _refuse(peer, "its token is not this attempt's")
+            return False
+        if "request" in message:
+            return self._take(peer, message)
+        try:
+            hello = read(Hello, message)
+        except Misfit as error:
+            _refuse(peer, str(error))
+            return False
+        return self._greet(peer, hello)
 
     def _hear(self, rank: int, line: bytes | None) -> None:
         """Passes a rank's report on. ``line`` is None if it was too long. Malformed reports are skipped."""
         self._known[rank] += 1
         try:
-            if line is None or len(line) > LONGEST_LINE:
-                raise ValueError(f"longer than {LONGEST_LINE:,} bytes")
-            message = json.loads(line)
-            event = str(message.pop("event"))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            say(f"skipped a malformed report from rank {rank}: {error!r}")
+            report = read_report(rank, line)
+        except Misfit as error:
+            say(f"skipped a malformed report from rank {rank}: {error}")
             return
-        if event == "serving":
+        if isinstance(report, Serving):
             self._open_store(rank)
         else:
-            self._handlers.on_event(rank, event, message)
+            self._handlers.on_report(rank, report)
 
     def _open_store(self, rank: int) -> None:
         if rank == 0 and self._store is not None:
@@ -417,7 +429,9 @@ class ControlServer:
         if len(self._clients) >= _MOST_CLIENTS:
             _refuse(peer, f"{_MOST_CLIENTS} other requests have not been answered yet. Try again later")
             return False
-        kind, values = str(message["request"]), dict(message.get("values") or {})
+        kind, values = str(message["request"]), message.get("values") or {}
+        if not isinstance(values, dict):
+            return False
         self._requests_made += 1
         peer.client = self._requests_made
         self._recognize(peer)
@@ -439,9 +453,9 @@ class ControlServer:
             threading.Thread(target=_send_rest, args=(peer.connection.dup(), data), name="answer", daemon=True).start()
         self._drop(peer)
 
-    def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
-        rank, port = hello["rank"], hello["port"]
-        if refusal := self._refusal(rank, port, hello.get("process")):
+    def _greet(self, peer: _Peer, hello: Hello) -> bool:
+        rank = hello.rank
+        if refusal := self._refusal(hello):
             _refuse(peer, refusal)
             return False
         back = rank in self._taken
@@ -450,28 +464,29 @@ class ControlServer:
             self._drop(old)
         peer.rank = rank
         self._joined[rank] = peer
-        self._taken[rank] = hello.get("process")
+        self._taken[rank] = hello.process
         self._recognize(peer)
         first = rank == 0 and not back
         if first:
-            self._store = {"host": peer.address, "port": port, "open": False}
+            self._store = {"host": peer.address, "port": hello.port, "open": False}
         if self._store is not None:
             for joined in self._joined if first else [rank]:
                 answer = {**self._told, **self._store, "known": self._known[joined]}
                 self._outbox.send(self._joined[joined].connection, encoded(answer))
-        values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
-        self._handlers.on_event(rank, "rejoined" if back else "joined", values)
+        again = Rejoined(rank=rank, host=hello.host, pid=hello.pid, address=peer.address)
+        self._handlers.on_report(rank, again if back else Joined(hello.host))
         return True
 
-    def _refusal(self, rank: Any, port: Any, process: Any) -> str | None:
+    def _refusal(self, hello: Hello) -> str | None:
         """Why this rank may not join. None if it may."""
-        if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
+        rank, port = hello.rank, hello.port
+        if rank < 0 or (self._ranks is not None and rank >= self._ranks):
             return f"there is no rank {rank}" + (
                 "" if self._ranks is None else f" in a run of {counted(self._ranks, 'rank')}"
             )
-        if rank in self._taken and (process is None or self._taken[rank] != process):
+        if rank in self._taken and (hello.process is None or self._taken[rank] != hello.process):
             return f"rank {rank} has already joined"
-        if rank == 0 and not (type(port) is int and 0 < port < 65536):
+        if rank == 0 and not (port is not None and 0 < port < 65536):
             return f"rank 0's port: expected a number from 1 to 65535, got {port!r}"
         return None
 
@@ -487,6 +502,26 @@ class ControlServer:
             if silent:
                 self._taken[peer.rank] = None
             self._handlers.on_lost(peer.rank, silent)
+
+
+def read_report(rank: int, line: bytes | None) -> Report:
+    """What a rank reports in a line, which is None if it was too long. Raises Misfit."""
+    if line is None or len(line) > LONGEST_LINE:
+        raise Misfit(f"it is longer than {LONGEST_LINE:,} bytes")
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Misfit(f"{error!r}") from error
+    name = values.get("event") if isinstance(values, dict) else None
+    if not isinstance(name, str):
+        raise Misfit(f"it has no event: {line[:60]!r}")
+    if (kind := REPORTS.get(name)) is not None:
+        report: Report = read(kind, values)
+        return report
+    event = {"time": 0.0, "attempt": 0, "event": name, "rank": rank, **values}
+    if wrong := schema_error(event, EVENT):
+        raise Misfit(f"{name}: {wrong}")
+    return codec.read(event)
 
 
 def _send_rest(connection: socket.socket, data: bytes) -> None:

@@ -11,9 +11,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered, named
-from clusterddp.history.failures import gpu_fault
+from clusterddp.history.beginnings import NotRead, Rejoined, Resumed, Training
+from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
+from clusterddp.history.codec import encode
+from clusterddp.history.event import Event as HistoryEvent
+from clusterddp.history.failures import GpuFault, gpu_fault
+from clusterddp.history.steps import Progress
+from clusterddp.history.stops import Finishing, Notified, Overdue, Signal, Stopping
+from clusterddp.messages import Alive, Committing, Connected, Connecting, End, Gpu, Joined, Left, Made, Saving, Stacks
 from clusterddp.protocol import REQUESTED_STOPS
-from clusterddp.rundir.schemas import Schema, is_count, is_text, is_time, optional, schema_error
 from clusterddp.supervisor import user_requests
 from clusterddp.supervisor.attempt_state import (
     ASK_S,
@@ -46,7 +52,6 @@ from clusterddp.supervisor.attempt_state import (
     TermNotice,
     Timer,
 )
-from clusterddp.supervisor.verdict import RECORD
 from clusterddp.worker.control_channel import SILENCE_S
 
 #: Grace period, in seconds, for the peers of a failed rank to fail with their own errors. Then they are asked to exit,
@@ -76,37 +81,8 @@ STEP_S = 60.0
 _RANK_0 = frozenset((0,))
 
 
-class MalformedReport(Exception):
-    """A rank's report has not the form that ``_REPORTS`` requires."""
-
-
-#: The values that reports of ranks must have, because they are read here or in ``user_requests.py``.
-_STEP: Schema = {"step": optional(is_count)}
-_REPORTS: Mapping[str, Schema] = {
-    **user_requests.ORDER_ANSWERS,
-    "joined": {"host": is_text},
-    "alive": {},  # the watchdog and the timing check it
-    "gpu": {"figures": lambda figures: figures is not None},
-    "connecting": {},
-    "connected": {},
-    "committing": {"question": is_count, "step": is_count},
-    "made": {"question": is_count, "step": is_count},
-    "left": RECORD,
-    "training": {"step": is_count},
-    "resumed": {"step": is_count},
-    "progress": {"step": is_count, "steps": is_count},
-    "checkpoint": {"step": is_count, "durable_s": is_time},
-    "checkpoint_failed": {"step": is_count, "reason": is_text},
-    "gpu_fault": {**_STEP, "host": is_text, "what": is_text, "hardware": lambda value: isinstance(value, bool)},
-}
-
-
 def step(state: State, event: Event, now: float) -> Step:
-    """The next state, and the actions that follow from an event that came at ``now`` (unix seconds).
-
-    Raises MalformedReport for a report of a rank that has not the expected form. Any other error is one of this
-    module's own.
-    """
+    """The next state, and the actions that follow from an event that came at ``now`` (unix seconds)."""
     if state.exit_code is not None:  # what ranks reported before they exited still counts, for the history
         if not isinstance(event, RankEvent | ConnectionLost):
             return state, []
@@ -125,50 +101,58 @@ def step(state: State, event: Event, now: float) -> Step:
 
 
 def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
-    rank, values = event.rank, event.values
-    if wrong := schema_error(values, _REPORTS.get(event.name, _STEP)):
-        raise MalformedReport(wrong)
-    if event.name == "alive" and rank not in state.hosts:
-        raise MalformedReport("the rank has not joined")
-    if event.name == "joined":
-        state = replace(state, hosts=state.hosts.put(rank, values["host"]))
-        # The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins,
-        # which may have stopped, too: a signal ends the ranks that wait for it.
-        late = sorted(state.told - {SIGNAL})
-        if late and 0 not in state.hosts:
-            return state, [Do.NOTIFY_RANKS]
-        return state, [Broadcast("stop", why, frozenset((rank,))) for why in late]
-    if event.name == "alive":
-        state, actions = _on_stood(state, rank, values.get("stood_s"), now)
-        return state, [*actions, Heartbeat(rank, state.hosts[rank], values)]
-    if event.name in ("connecting", "connected"):
-        return _on_connecting(state, rank, event.name == "connected")
-    if event.name == "gpu":
-        return state, [GpuFigures(rank, values)]
-    if event.name == "left":
-        return _on_left(state, event, now)
-    if event.name == "committing":
-        return _on_committing(state, values["question"], values["step"], now)
-    if event.name == "made":
-        return _on_made(state, rank, values["question"], values["step"])
-    if event.name in user_requests.ORDER_ANSWERS:
-        return user_requests.on_rank_event(state, event)
-    values = {"rank": rank, **values}
-    if event.name in ("training", "resumed") and state.steps_before:
-        values["redone"] = max(0, state.steps_before - values["step"])
-    if event.name == "not_read" and state.made_before:
-        values["redone"] = state.made_before
-    if event.name == "gpu_fault" and values["hardware"] and rank not in state.gpu_faults:
-        fault = gpu_fault(values["host"], values["what"], values.get("gpu"), values.get("xid"))
-        state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, fault)))
-    state, actions = _note(state, event)
-    state, more = _record(state, event.name, values)
+    rank, report = event.rank, event.report
+    match report:
+        case Joined():
+            return _on_joined(state, rank, report)
+        case Alive():
+            state, actions = _on_stood(state, rank, report.stood_s, now)
+            return state, [*actions, Heartbeat(rank, state.hosts[rank], report)]
+        case Connecting() | Connected():
+            return _on_connecting(state, rank, isinstance(report, Connected))
+        case Gpu():
+            return state, [GpuFigures(rank, report.figures)]
+        case Left():
+            return _on_left(state, rank, report, now)
+        case Committing():
+            return _on_committing(state, report, now)
+        case Made():
+            return _on_made(state, rank, report)
+        case Stacks() | Saving():
+            return user_requests.on_answer(state, rank, report)
+        case HistoryEvent():
+            return _on_reported(state, rank, report, now)
+    return state, []
+
+
+def _on_joined(state: State, rank: int, joined: Joined) -> Step:
+    """The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins,
+    which may have stopped, too: a signal ends the ranks that wait for it."""
+    state = replace(state, hosts=state.hosts.put(rank, joined.host))
+    late = sorted(state.told - {SIGNAL})
+    if late and 0 not in state.hosts:
+        return state, [Do.NOTIFY_RANKS]
+    return state, [Broadcast("stop", why, frozenset((rank,))) for why in late]
+
+
+def _on_reported(state: State, rank: int, event: HistoryEvent, now: float) -> Step:
+    """An event of the history."""
+    match event:
+        case Training() | Resumed() if state.steps_before:
+            event = replace(event, redone=max(0, state.steps_before - event.step))
+        case NotRead() if state.made_before:
+            event = replace(event, redone=state.made_before)
+        case GpuFault(hardware=True) if rank not in state.gpu_faults:
+            fault = gpu_fault(event.host, event.what, event.gpu, event.xid)
+            state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, fault)))
+    state, actions = _note(state, rank, event)
+    state, more = _record(state, rank, event)
     return state, [*actions, *more]
 
 
-def _on_stood(state: State, rank: int, stood_s: Any, now: float) -> Step:
+def _on_stood(state: State, rank: int, stood_s: float, now: float) -> Step:
     """Records that a rank was stopped, if it was, unless another one was at the same time."""
-    if not is_time(stood_s):
+    if not stood_s:
         return state, []
     known = now - stood_s < state.running_since
     state = replace(state, stood_s=max(state.stood_s, stood_s), running_since=now)
@@ -176,9 +160,12 @@ def _on_stood(state: State, rank: int, stood_s: Any, now: float) -> Step:
     return state, [] if known else [record]
 
 
-def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
+def _record(state: State, rank: int, event: HistoryEvent) -> Step:
     """Adds a rank's event to the history, unless very many ranks report the same, such as a stop signal."""
-    if values["rank"] == 0:
+    line = encode(event)
+    name = line["event"]
+    values = {field: value for field, value in line.items() if field not in ("time", "attempt", "event")}
+    if rank == 0:
         return state, [Record(name, values)]
     before = state.reported.get(name, 0)
     state = replace(state, reported={**state.reported, name: before + 1})
@@ -188,23 +175,25 @@ def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
     return state, [Say(text)] if before == MOST_RECORDED else []
 
 
-def _note(state: State, event: RankEvent) -> Step:
-    """Applies a report, apart from recording it."""
-    values = event.values
-    if event.name == "rejoined":
-        return _on_rejoined(state, event.rank)
-    if event.name in ("stopping", "finishing"):
-        return replace(state, saving=True), []
-    if event.name == "overdue":
-        return replace(state, alone=event.rank == 0), []
-    if event.name == "progress":
-        return _abandon(replace(state, unfinished=values["step"] < values["steps"], saving=False))
-    if event.name in ("signal", "notified"):
-        return _confirmed(state, SIGNAL if event.name == "signal" else str(values.get("reason")))
-    if event.name == "checkpoint":
-        return user_requests.on_checkpoint(replace(state, last_save_s=values["durable_s"]), values)
-    if event.name == "checkpoint_failed":
-        return user_requests.on_checkpoint(state, values)
+def _note(state: State, rank: int, event: HistoryEvent) -> Step:
+    """Applies an event, apart from recording it."""
+    match event:
+        case Rejoined():
+            return _on_rejoined(state, rank)
+        case Stopping() | Finishing():
+            return replace(state, saving=True), []
+        case Overdue():
+            return replace(state, alone=rank == 0), []
+        case Progress():
+            return _abandon(replace(state, unfinished=event.step < event.steps, saving=False))
+        case Signal():
+            return _confirmed(state, SIGNAL)
+        case Notified():
+            return _confirmed(state, event.reason)
+        case Checkpoint():
+            return user_requests.on_checkpoint(replace(state, last_save_s=event.durable_s), event)
+        case CheckpointFailed():
+            return user_requests.on_checkpoint(state, event)
     return state, []
 
 
@@ -216,18 +205,18 @@ def _confirmed(state: State, why: str) -> Step:
     return state, [Do.ASK_CONTROLLER] if why == SIGNAL else []
 
 
-def _on_left(state: State, event: RankEvent, now: float) -> Step:
+def _on_left(state: State, rank: int, left: Left, now: float) -> Step:
     """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. If a
     rank that failed takes too long to exit and is dismissed, its record is still that of the failure."""
-    before = state.ends.get(event.rank, {}).get("end")
-    if before is None or (before in ("done", "stopped") and event.values["end"] == "dismissed"):
-        state = replace(state, ends=state.ends.put(event.rank, event.values))
-    if event.values["end"] in ("done", "stopped"):
-        return replace(state, alone=state.alone or bool(event.values.get("alone"))), []
+    before = state.ends.get(rank)
+    if before is None or (before.end.well and left.end is End.DISMISSED):
+        state = replace(state, ends=state.ends.put(rank, left))
+    if left.end.well:
+        return replace(state, alone=state.alone or left.alone), []
     # A rank that exits with code 0 in its loop, and its peers, may do so for a signal that the controller explains.
-    more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
-    state = _lose(state, event.rank, now)
-    return _dismiss_peers(state, f"rank {event.rank} ({event.values['host']}) failed", more_s, failed=True)
+    more_s = ASK_S if left.end is End.UNFINISHED else 0.0
+    state = _lose(state, rank, now)
+    return _dismiss_peers(state, f"rank {rank} ({left.host}) failed", more_s, failed=True)
 
 
 def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step:
@@ -242,7 +231,7 @@ def _lose_connection(state: State, event: ConnectionLost, now: float) -> Step:
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
     state = _lose(state, rank, lost_at)
-    if state.watched and state.ends.get(rank, {}).get("end") not in ("done", "stopped"):
+    if state.watched and not (rank in state.ends and state.ends[rank].end.well):
         state = replace(state, watched=False)
     state, actions = _abandon(replace(state, saving=False)) if rank == 0 else (state, [])
     if rank in state.ends:
@@ -265,16 +254,16 @@ def _ask_again(state: State, timer: Timer) -> Step:
     return replace(state, unanswered=state.unanswered + 1), [StartTimer(timer, state.ask_again_s)]
 
 
-def _on_committing(state: State, number: int, step: int, now: float) -> Step:
+def _on_committing(state: State, asking: Committing, now: float) -> Step:
     """Rank 0 may commit its checkpoint of a step once every other rank has made the step, or has finished.
 
     Rank 0 repeats its question until it has the answer. If a rank is lost that has not said so, rank 0's script may
     have caught the error of a collective and continued alone. It is then ended at once, because further steps do not
     count. During a stop, it keeps the rest of the grace period.
     """
-    asked, ended_well = state.question, {rank for rank, end in state.ends.items() if end["end"] in ("done", "stopped")}
+    asked, number, step = state.question, asking.question, asking.step
     again = asked is not None and (asked.number, asked.step) == (number, step)
-    waiting = set(asked.waiting if asked is not None and again else range(1, state.job.world_size)) - ended_well
+    waiting = set(asked.waiting if asked is not None and again else range(1, state.job.world_size)) - state.ended_well
     state = replace(state, question=Question(number, step, PerRank(dict.fromkeys(waiting, True))))
     if lost := waiting & state.lost_at.keys():
         why = _exited(state, min(lost, key=lambda rank: state.lost_at[rank]))
@@ -285,13 +274,13 @@ def _on_committing(state: State, number: int, step: int, now: float) -> Step:
     return state, [Broadcast("commit", str(number), _RANK_0)]
 
 
-def _on_made(state: State, rank: int, number: int, step: int) -> Step:
+def _on_made(state: State, rank: int, made: Made) -> Step:
     """A rank that has made fewer steps is asked again when rank 0 asks again."""
     asked = state.question
-    if asked is None or asked.number != number or rank not in asked.waiting or step < asked.step:
+    if asked is None or asked.number != made.question or rank not in asked.waiting or made.step < asked.step:
         return state, []
     asked = replace(asked, waiting=asked.waiting.without(rank))
-    return replace(state, question=asked), [] if asked.waiting else [Broadcast("commit", str(number), _RANK_0)]
+    return replace(state, question=asked), [] if asked.waiting else [Broadcast("commit", str(asked.number), _RANK_0)]
 
 
 def _lose(state: State, rank: int, at: float) -> State:

@@ -33,6 +33,7 @@ from clusterddp.history.steps import ChildDied, StepsSeen
 from clusterddp.history.stops import Requested
 from clusterddp.history.view import AttemptView, RunView
 from clusterddp.history.words import BY_SLURM, RESTARTING
+from clusterddp.messages import End
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import LASTING
 from clusterddp.rundir.run_directory import RunDirectory
@@ -203,8 +204,8 @@ class Recovery:
     def _tell_failure(self, failure: RankEnd, verdict: Verdict) -> None:
         """Records the first failure and prints it in a box, after an exception with why all ranks restart or not."""
         step = self._step_of(failure, verdict.others)
-        if failure.of_launcher:
-            lines, refused = failure.traceback.splitlines(), failure.end == "refused"
+        if failure.end.of_launcher:
+            lines, refused = failure.traceback.splitlines(), failure.end is End.REFUSED
             self._history.add("launch_failed", error=failure.error, lines=lines, refused=refused)
         elif self._state.hang is None:  # a hang is recorded already
             values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
@@ -287,7 +288,7 @@ class Recovery:
         self._add_end("restarted", verdict, f"rank {hang.late[0]} ({hang.host}) hung" if hang else None, **unended)
         # An outage of the disk may have broken the rank, and the next attempt begins by writing to that disk.
         _until_answered(self._history.write_pending, OUTAGE_S)
-        if verdict.first_failure is not None and verdict.first_failure.of_launcher:
+        if verdict.first_failure is not None and verdict.first_failure.end.of_launcher:
             time.sleep(RELAUNCH_S)
         return RESTART
 
@@ -299,7 +300,7 @@ class Recovery:
         given, failure = self._own.first(OwnResume), verdict.first_failure
         if given is None or not given.arguments:
             return
-        if failure is None or failure.end not in ("exception", "exit") or failure.may_pass:
+        if failure is None or failure.end not in (End.EXCEPTION, End.EXIT) or failure.may_pass:
             return
         if not failure.out_of_memory and not self._own.has(*STEPPED, SavedItself):
             self._history.add("own_checkpoint_rejected", file=given.file, written=given.written)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from clusterddp.history.beginnings import Training
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, open_binary
 from clusterddp.rundir.run_directory import RunDirectory
@@ -64,7 +65,7 @@ class StepLog:
             steps = [step for output in self._outputs for line in output.lines() for step in self._steps_in(line)]
             for step in steps:
                 if self._step is None:
-                    self._post(RankEvent(0, "training", {"step": max(0, step - 1), "log": step}))
+                    self._post(RankEvent(0, Training(rank=0, step=max(0, step - 1), log=step)))
                 elif step < self._step and not self._warned:
                     self._warned = True
                     say(

@@ -14,15 +14,16 @@ from typing import Any
 from clusterddp import __version__
 from clusterddp.failures.exclusion import may_exclude
 from clusterddp.failures.placement import Course, choose
-from clusterddp.failures.stack_traces import grouped, is_threads, stacks_key
+from clusterddp.failures.stack_traces import grouped
+from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
 from clusterddp.hostlist import ranks_in
-from clusterddp.rundir.schemas import Schema, is_count, is_text, optional
+from clusterddp.messages import Saving, Stacks
+from clusterddp.rundir.schemas import is_text
 from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
     Broadcast,
     Pending,
-    RankEvent,
     Record,
     Request,
     StartTimer,
@@ -38,18 +39,6 @@ ANSWER_S = 5.0
 _STACKS_PER_S = 800
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value is the number of a request, which ranks have from the text of an order."""
-    return is_text(value) and value.isdecimal() and len(value) < 20
-
-
-#: What ranks answer to orders.
-ORDER_ANSWERS: Mapping[str, Schema] = {
-    "stacks": {"request": _is_number, "place": is_text, "threads": is_threads},
-    "saving": {"request": _is_number, "step": optional(is_count), "committed": optional(is_count)},
-}
-
-
 def accept(state: State, request: Request, now: float) -> Step:
     """A request has come. It is answered at once if it is refused."""
     kind = _KINDS.get(request.kind)
@@ -59,24 +48,24 @@ def accept(state: State, request: Request, now: float) -> Step:
     return kind(state, request, now)
 
 
-def on_rank_event(state: State, event: RankEvent) -> Step:
-    """A rank answers an order: one of ``ORDER_ANSWERS``, whose form was checked."""
-    waiting = state.pending.get(int(event.values["request"]))
-    if waiting is None or event.rank not in waiting.ranks or event.rank in waiting.answers:  # too late, or again
+def on_answer(state: State, rank: int, answer: Stacks | Saving) -> Step:
+    """A rank answers an order."""
+    waiting = state.pending.get(answer.request)
+    if waiting is None or rank not in waiting.ranks or rank in waiting.stacks or waiting.saving:  # too late, or again
         return state, []
-    if event.name == "saving":
-        return _on_saving(state, replace(waiting, answers=waiting.answers.put(event.rank, event.values)))
-    return _on_stacks(state, waiting, event)
+    if isinstance(answer, Saving):
+        return _on_saving(state, replace(waiting, saving=answer), answer)
+    return _on_stacks(state, waiting, rank, answer)
 
 
-def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
-    """A checkpoint was committed, or failed (``values`` has a "reason"): answers the requests that wait for it."""
+def on_checkpoint(state: State, saved: Checkpoint | CheckpointFailed) -> Step:
+    """A checkpoint was committed, or failed: answers the requests that wait for it."""
     actions: list[Action] = []
-    step = values["step"]
-    failed = f"checkpoint {step} was not saved: {values.get('reason')}. Training continues"
-    answer = {"refused": failed} if "reason" in values else {"checkpoint": step}
+    answer: dict[str, Any] = {"checkpoint": saved.step}
+    if isinstance(saved, CheckpointFailed):
+        answer = {"refused": f"checkpoint {saved.step} was not saved: {saved.reason}. Training continues"}
     for waiting in _saves(state):
-        if step >= waiting.answers.get(0, {}).get("step", math.inf):
+        if waiting.saving is not None and saved.step >= (waiting.saving.step or 0):
             state, more = _finish(state, waiting.request, answer)
             actions += more
     return state, actions
@@ -117,13 +106,13 @@ def _stacks(state: State, request: Request, now: float) -> Step:
     return state, [Broadcast("stacks", str(request.client), asked), *_timer(state, now)]
 
 
-def _on_stacks(state: State, waiting: Pending, event: RankEvent) -> Step:
+def _on_stacks(state: State, waiting: Pending, rank: int, stacks: Stacks) -> Step:
     """Equal stacks, which nearly all ranks have, are kept once: thousands of copies take gigabytes."""
-    same = waiting.distinct.get(key := stacks_key(event.values))
+    same = waiting.distinct.get(stacks)
     if same is None:
-        same, waiting = event.values, replace(waiting, distinct={**waiting.distinct, key: event.values})
-    waiting = replace(waiting, answers=waiting.answers.put(event.rank, same))
-    if len(waiting.answers) == len(waiting.ranks):
+        same, waiting = stacks, replace(waiting, distinct={**waiting.distinct, stacks: stacks})
+    waiting = replace(waiting, stacks=waiting.stacks.put(rank, same))
+    if len(waiting.stacks) == len(waiting.ranks):
         return _stacks_finish(state, waiting)
     return _keep(state, waiting), []
 
@@ -145,9 +134,9 @@ def _wanted(state: State, request: Request) -> frozenset[int]:
 
 def _stacks_answer(state: State, waiting: Pending) -> dict[str, Any]:
     absent = sorted(_wanted(state, waiting.request) - waiting.ranks)
-    unanswered = sorted(waiting.ranks - waiting.answers.keys())
+    unanswered = sorted(waiting.ranks - waiting.stacks.keys())
     return {
-        "stacks": grouped(waiting.answers, state.hosts),
+        "stacks": grouped(waiting.stacks, state.hosts),
         "unanswered": unanswered,
         "starting": [rank for rank in absent if rank not in state.hosts],
         "exited": [rank for rank in absent if rank in state.hosts],
@@ -165,15 +154,14 @@ def _save(state: State, request: Request, now: float) -> Step:
     return state, [Broadcast("save", str(request.client), rank_0), *_timer(state, now)]
 
 
-def _on_saving(state: State, waiting: Pending) -> Step:
-    """Rank 0 will save, unless its newest checkpoint has all steps, or there is no state to save (no "step")."""
-    values = waiting.answers[0]
-    if values.get("step") is None:
+def _on_saving(state: State, waiting: Pending, answer: Saving) -> Step:
+    """Rank 0 will save, unless its newest checkpoint has all steps, or there is no state to save (no ``step``)."""
+    if answer.step is None:
         why = "there is no run to save. The script has not called ctx.run() yet, or writes its own checkpoints"
         return _finish(state, waiting.request, {"refused": why})
-    if values.get("committed") == values["step"]:
-        return _finish(state, waiting.request, {"checkpoint": values["step"]})
-    first = not any(0 in other.answers for other in _saves(state))
+    if answer.committed == answer.step:
+        return _finish(state, waiting.request, {"checkpoint": answer.step})
+    first = not any(other.saving for other in _saves(state))
     record: list[Action] = [Record("requested", {"request": "save"})] if first else []
     news = Answer(waiting.request.client, {"news": "rank 0 saves at the next step boundary"}, last=False)
     return _keep(state, replace(waiting, until=math.inf)), [*record, news]

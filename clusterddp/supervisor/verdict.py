@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from clusterddp.codec import Misfit, read
 from clusterddp.errors import RunDirectoryError
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import KILLS, Blame, ErrorText, ExitStatus, LaunchFailure, launch_failure
@@ -41,11 +41,11 @@ from clusterddp.history.checkpoints import SavedItself
 from clusterddp.history.view import AttemptView
 from clusterddp.history.words import at_step
 from clusterddp.jobdef.secrets import masked
+from clusterddp.messages import End, Left
 from clusterddp.reporter import counted, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.schemas import Schema, is_count, is_text, optional
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import State
 from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, STEPPED, Progress
@@ -66,34 +66,17 @@ class Action(enum.Enum):
     LEAVE = "leave"  # the job ends, the run does not: a later submit continues it
 
 
-#: A rank's record of its end.
-RECORD: Schema = {
-    "host": is_text,
-    "end": is_text,
-    "error": optional(is_text),
-    "traceback": optional(is_text),
-    "step": optional(is_count),
-    "exit_code": optional(lambda code: type(code) is int),
-}
-
-
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended.
 
-    ``end``: done, stopped (a clusterddp stop), unfinished (exit code 0 with steps left), exit (another exit code),
-    exception, lost (it never reached the supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all
-    ranks had to be ended), hung for good (and are not to be restarted), unlaunched (srun has started no rank), refused
-    (nor would it the next time), dismissed (asked to exit, as another was lost), silent (its node does not respond),
-    unreachable (its connection fell silent, but its node responds), early (it exited with code 0 while others waited
-    for it), or died (it left no record: killed by a signal, or os._exit).
     ``lost_at``: unix seconds on the supervisor's clock when it reported its failure, or its connection broke. Infinity
     if it never joined.
     """
 
     rank: int
     host: str
-    end: str
+    end: End
     lost_at: float
     error: str = ""
     traceback: str = ""
@@ -109,6 +92,9 @@ class RankEnd:
     without_torch: bool = False
     """Whether the script did not import torch, so that no steps could be seen."""
 
+    lacks_gpus: bool = False
+    """Whether its node has fewer GPUs than its ranks need."""
+
     final: bool = False
     """Whether it raised an exception that a restart would raise again, as of a checkpoint that does not fit."""
 
@@ -122,27 +108,39 @@ class RankEnd:
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
         """From the file that the rank wrote. An unreadable file counts as a missing one."""
         try:
-            return cls.from_record(rank, host, lost_at, read_json(path, RECORD), death)
-        except (RunDirectoryError, OSError) as error:
+            record = read_json(path)
+            return cls.of(rank, host, lost_at, None if record is None else read(Left, record), death)
+        except (RunDirectoryError, OSError, Misfit) as error:
             how = death.words() if death else "exited"
-            return cls(rank, host, "died", lost_at, error=f"{how}. Could not read its record: {error}", death=death)
+            problem = f"{path}: {error}" if isinstance(error, Misfit) else error
+            words = f"{how}. Could not read its record: {problem}"
+            return cls(rank, host, End.DIED, lost_at, error=words, death=death)
 
     @classmethod
-    def from_record(
-        cls, rank: int, host: str, lost_at: float, record: Mapping[str, Any] | None, death: ExitStatus | None = None
-    ) -> RankEnd:
+    def of(cls, rank: int, host: str, lost_at: float, record: Left | None, death: ExitStatus | None = None) -> RankEnd:
         """From the record that the rank wrote. If it had no time to (None), ``death`` may be known."""
         if record is None:
             joined = math.isfinite(lost_at)
             error = death.words() if death else "was killed or called os._exit(), and left no traceback"
             if not joined and death is not None and death.exit_code is not None:  # its script has not begun
                 error = f"exited with code {death.exit_code} before it reached the supervisor"
-            return cls(rank, host, "died", lost_at, error=error, death=death, joined=joined)
-        error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
-        names = ("traceback", "step", "exit_code", "used_clusterddp")
-        known = {name: record[name] for name in names if record.get(name) is not None}
-        known |= {name: record.get(name) is True for name in ("left_loop", "read_saved", "without_torch", "final")}
-        return cls(rank, record["host"], record["end"], lost_at, error, **known)
+            return cls(rank, host, End.DIED, lost_at, error=error, death=death, joined=joined)
+        return cls(
+            rank,
+            record.host,
+            record.end,
+            lost_at,
+            error=record.error or ("" if record.exit_code is None else f"exit code {record.exit_code}"),
+            traceback=record.traceback,
+            step=record.step,
+            exit_code=record.exit_code,
+            used_clusterddp=record.used_clusterddp,
+            left_loop=record.left_loop,
+            read_saved=record.read_saved,
+            without_torch=record.without_torch,
+            lacks_gpus=record.lacks_gpus,
+            final=record.final,
+        )
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
         """The same with these values masked, which must not appear in the history or in logs."""
@@ -154,23 +152,23 @@ class RankEnd:
     @property
     def failed(self) -> bool:
         """Whether the rank ended by neither finishing nor stopping."""
-        return self.end not in ("done", "stopped")
+        return not self.end.well
 
     @property
     def known(self) -> ErrorText | None:
         """What is known about its error, from its text."""
-        return exit_status.find(self.error, self.traceback) if self.end in ("exception", "died") else None
+        return exit_status.find(self.error, self.traceback) if self.end in (End.EXCEPTION, End.DIED) else None
 
     @property
     def may_pass(self) -> bool:
         """Whether the failure comes from outside the script: from a device, the network, or another rank."""
         if self.fault:
             return True
-        if self.end == "exception":
+        if self.end is End.EXCEPTION:
             return self.known is not None and self.known.blame is not Blame.SCRIPT
-        if self.end == "died":
+        if self.end is End.DIED:
             return self.known is None or self.known.blame is not Blame.SCRIPT
-        return self.end in ("lost", "silent", "unreachable", "hung", "early", "dismissed", "unlaunched")
+        return self.end in (End.LOST, End.SILENT, End.UNREACHABLE, End.HUNG, End.EARLY, End.DISMISSED, End.UNLAUNCHED)
 
     @property
     def of_the_node(self) -> bool:
@@ -179,31 +177,21 @@ class RankEnd:
             return True
         if self.known is not None:
             return self.known.blame in (Blame.NODE, Blame.NETWORK)
-        if self.end == "died":
+        if self.end is End.DIED:
             if not self.joined:  # for any reason, such as a missing interpreter
                 return self.death is not None and bool(self.death.not_started)
             return self.death is None or not (self.death.out_of_memory or self.death.oom_kill)
-        return self.end in ("lost", "silent")
-
-    @property
-    def lacks_gpus(self) -> bool:
-        """Whether its node has fewer GPUs than the ranks need."""
-        return self.may_pass and self.error.startswith("DeviceError: ")
+        return self.end in (End.LOST, End.SILENT)
 
     @property
     def started(self) -> bool:
         """Whether its process was started, as far as is known."""
         return self.death is None or not self.death.not_started
 
-    @property
-    def of_launcher(self) -> bool:
-        """Whether no rank was started, so that this is no rank's failure, and no node's."""
-        return self.end in ("unlaunched", "refused")
-
     @classmethod
     def of_launch(cls, failure: LaunchFailure, at: float = math.inf) -> RankEnd:
         """In place of the ends of all ranks, if none was started."""
-        end = "refused" if failure.refused else "unlaunched"
+        end = End.REFUSED if failure.refused else End.UNLAUNCHED
         return cls(0, "", end, at, error=failure.words(), traceback="\n".join(failure.lines))
 
     @property
@@ -216,51 +204,51 @@ class RankEnd:
         """Whether the rank failed by itself: not through a lost peer, nor killed after a peer failed."""
         if self.known is not None and self.known.blame in (Blame.PEER, Blame.NETWORK):
             return False
-        if self.end == "died":
+        if self.end is End.DIED:
             return self.death is not None and self.death.by_itself
-        return self.end in ("exit", "unfinished", "silent", "unreachable", "exception")
+        return self.end in (End.EXIT, End.UNFINISHED, End.SILENT, End.UNREACHABLE, End.EXCEPTION)
 
     @property
     def raised(self) -> str | None:
         """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``. Of ``sys.exit``, the
         code and the step. None if neither."""
         step = "" if self.step is None else f", step {self.step}"
-        if self.end == "exit":
+        if self.end is End.EXIT:
             return f"exit code {self.exit_code}{step}"
-        if self.end != "exception":
+        if self.end is not End.EXCEPTION:
             return None
         return f"{self.error.partition(':')[0]} at {users_line(self.traceback) or 'an unknown line'}{step}"
 
     @property
     def ended_by_us(self) -> bool:
         """Whether the supervisor or the launcher ended it because a peer had failed."""
-        if self.end == "died":
+        if self.end is End.DIED:
             return self.death is not None and self.death.signal in KILLS and not self.death.by_itself
-        return self.end == "dismissed"
+        return self.end is End.DISMISSED
 
     @property
     def out_of_memory(self) -> bool:
         """Whether its exception is an out-of-memory error."""
-        return self.end == "exception" and self.known is not None and self.known.out_of_memory
+        return self.end is End.EXCEPTION and self.known is not None and self.known.out_of_memory
 
     def sentence(self) -> str:
         """One line that names the rank, its host and what happened to it."""
-        if self.end.startswith("hung") or self.of_launcher:
+        if self.end.hung or self.end.of_launcher:
             return self.error
         return f"rank {self.rank} ({self.host}) {self.words()}"
 
     def words(self) -> str:
         """What happened to it, in one line: a long error's first and last line, which has the exception of a worker."""
         what = {
-            "exception": "raised ",
-            "exit": f"exited with code {self.exit_code}: ",
-            "lost": "never joined: ",
-            "dismissed": "was stopped because ",
+            End.EXCEPTION: "raised ",
+            End.EXIT: f"exited with code {self.exit_code}: ",
+            End.LOST: "never joined: ",
+            End.DISMISSED: "was stopped because ",
         }
-        if self.end == "exit" and self.error == f"exit code {self.exit_code}":
+        if self.end is End.EXIT and self.error == f"exit code {self.exit_code}":
             return f"exited with code {self.exit_code}"
         said = without_advice(self.error.removesuffix(": "))  # of an exception without a message
-        lines = [line.strip() for line in said.splitlines() if line.strip()] or [self.end]
+        lines = [line.strip() for line in said.splitlines() if line.strip()] or [self.end.value]
         error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         return f"{'ran out of memory: ' if self.out_of_memory else what.get(self.end, '')}{error}"
 
@@ -279,10 +267,10 @@ def rank_ends(run: RunDirectory, attempt: int, state: State, statuses: Mapping[i
         statuses = exit_status.in_order(statuses)
     ends = [_end_of(run, attempt, state, rank, statuses.get(rank)) for rank in range(state.job.world_size)]
     if hang is not None and ends[hang.late[0]].failed:  # it comes first
-        end = "hung for good" if state.job.watchdog and state.job.watchdog.on_hang == "end" else "hung"
+        end = End.HUNG_FOR_GOOD if state.job.watchdog and state.job.watchdog.on_hang == "end" else End.HUNG
         ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
     for rank, one in enumerate(ends):
-        if one.failed and not one.end.startswith("hung"):
+        if one.failed and not one.end.hung:
             fault = state.gpu_fault_of(rank, min(one.lost_at, time.time()))
             ends[rank] = one = dataclasses.replace(one, fault=fault)
         if words := after_suspension(one.error, state.stood_s, state.job.timeouts.step_s):
@@ -295,30 +283,30 @@ def _end_of(run: RunDirectory, attempt: int, state: State, rank: int, status: Ex
     node = state.node_of(rank)
     host, lost_at = state.hosts.get(rank, node), state.lost_at.get(rank, float("inf"))
     if rank in state.ends:
-        return RankEnd.from_record(rank, host, lost_at, state.ends[rank])
+        return RankEnd.of(rank, host, lost_at, state.ends[rank])
     end = RankEnd.read(rank, host, lost_at, run.rank_record(attempt, rank), status)
-    if end.end == "died" and state.exit_code == 0 and state.hosts.get(rank) is None:
+    if end.end is End.DIED and state.exit_code == 0 and state.hosts.get(rank) is None:
         # srun returns 0 for tasks that it could not launch (seen on 22.05.8: slurmstepd did not find its cgroup).
         if status is not None and status.not_started:
             return end
         words = "the launcher returned 0, but the process left no record"
-        return RankEnd(rank, host, "lost", lost_at, error=words)
-    if end.end == "died" and state.exit_code == 0:  # by os._exit(0); unfinished is None without a training loop
+        return RankEnd(rank, host, End.LOST, lost_at, error=words)
+    if end.end is End.DIED and state.exit_code == 0:  # by os._exit(0); unfinished is None without a training loop
         if state.unfinished:
             words = "called os._exit(0) inside its training loop"
-            return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+            return RankEnd(rank, host, End.UNFINISHED, lost_at, error=words, used_clusterddp=True)
         if state.job.stop.signal and state.heard and state.unfinished is None:
-            return RankEnd(rank, host, "stopped", lost_at)
-        return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
-    if status is not None and status.signal == signal.SIGABRT and end.end == "died":
+            return RankEnd(rank, host, End.STOPPED, lost_at)
+        return RankEnd(rank, host, End.DONE, lost_at, used_clusterddp=state.unfinished is False)
+    if status is not None and status.signal == signal.SIGABRT and end.end is End.DIED:
         log = run.attempt_logs(attempt) / f"rank-{rank}.err"
         if thrown := uncaught(end_of_file(log)):
             return dataclasses.replace(end, error=f"aborted: {thrown}")
-    if rank in state.unreachable and end.end == "died":
+    if rank in state.unreachable and end.end is End.DIED:
         words = "lost its connection to the supervisor for 15 s, although its node responds. Check the network"
-        return RankEnd(rank, host, "unreachable", lost_at, error=words)
-    if rank in state.silent and end.end == "died":
-        return RankEnd(rank, host, "silent", lost_at, error=f"was lost because node {node} no longer responds")
+        return RankEnd(rank, host, End.UNREACHABLE, lost_at, error=words)
+    if rank in state.silent and end.end is End.DIED:
+        return RankEnd(rank, host, End.SILENT, lost_at, error=f"was lost because node {node} no longer responds")
     return end
 
 
@@ -378,7 +366,7 @@ def judge(
     ``told``: whether ranks were asked to stop. A crash just before the time limit is not a consequence of the limit.
     ``progress``: of this attempt and those before. None if there was none.
     """
-    all_done = (exit_code == 0 or exit_code > 128) and all(end.end == "done" for end in ends)
+    all_done = (exit_code == 0 or exit_code > 128) and all(end.end is End.DONE for end in ends)
     left_loop = any(end.left_loop for end in ends)
     finished = "all ranks finished" + (
         f", and one exited with code {exit_code} during its shutdown" if exit_code else ""
@@ -386,12 +374,12 @@ def judge(
     if all_done and not left_loop and all(end.used_clusterddp for end in ends):
         return Verdict(Action.COMPLETE, finished)
     failures = _in_order([end for end in ends if end.failed])
-    raised = failures[0] if failures and failures[0].end == "exception" else None
+    raised = failures[0] if failures and failures[0].end is End.EXCEPTION else None
     others = tuple(failures[1:])
     restarts, because = _restarts(failures[0], progress or Progress()) if failures else (False, "")
     if raised is not None and raised.used_clusterddp and not restarts and not told:
         return Verdict(Action.FAIL, _with(raised, because), Cause.NONE, raised, others, because)
-    if failures and (failures[0].end == "declined" or (failures[0].end == "refused" and not restarts and not told)):
+    if failures and (failures[0].end is End.DECLINED or (failures[0].end is End.REFUSED and not restarts and not told)):
         return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
     cause = ask()
     if cause is Cause.TIME_LIMIT and not told:
@@ -400,7 +388,7 @@ def judge(
     if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_REQUEST):
         cause = Cause.NONE
     if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
-        told_of = raised or next((end for end in failures if end.of_launcher and cause is Cause.UNKNOWN), None)
+        told_of = raised or next((end for end in failures if end.end.of_launcher and cause is Cause.UNKNOWN), None)
         return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, told_of, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, finished)
@@ -411,7 +399,7 @@ def judge(
         return Verdict(Action.RESTART, failures[0].sentence(), cause, failures[0], others, because)
     if failures:
         return Verdict(Action.FAIL, _with(failures[0], because), cause, failures[0], others, because)
-    if stopped := [end for end in ends if end.end == "stopped"]:
+    if stopped := [end for end in ends if end.end is End.STOPPED]:
         # By run.stop() or requeue(). A signal before all ranks had joined is not reported as one.
         if not told and all(end.used_clusterddp for end in stopped):
             cause = Cause.BY_SCRIPT
@@ -427,14 +415,14 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     """
     if failure.final or (failure.lacks_gpus and not progress.earlier):  # the job asks for too many
         return False, ""
-    if failure.may_pass or (failure.end == "refused" and progress.earlier):  # it has worked with these options
+    if failure.may_pass or (failure.end is End.REFUSED and progress.earlier):  # it has worked with these options
         return True, ""
-    if failure.end not in ("exception", "exit", "died"):
+    if failure.end not in (End.EXCEPTION, End.EXIT, End.DIED):
         return False, ""
     if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
         return True, "the previous attempt may still have held memory"
     again = failure.raised is not None and failure.raised == progress.last_failure
-    same = "exit code at the same step" if failure.end == "exit" else "exception at the same line and step"
+    same = "exit code at the same step" if failure.end is End.EXIT else "exception at the same line and step"
     if again and progress.quickly >= FRUITLESS - 1 and progress.seconds < LONG_S:  # it may save the same every time
         return False, f"3 attempts in a row failed with the same {same}, each in less than 10 minutes"
     if progress.saved:
@@ -461,7 +449,7 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     comes before one that lost a peer, or was killed after a peer failed: these are likely its consequences. One that
     was asked to exit never comes first, even if the rank that failed before it was killed before it joined.
     """
-    failures = sorted(failures, key=lambda end: (end.started, end.end == "dismissed", end.lost_at, end.rank))
+    failures = sorted(failures, key=lambda end: (end.started, end.end is End.DISMISSED, end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
     own = [end for end in near if end.own]
     # One that ended before it joined was never connected, but the launcher saw that it was the first.
@@ -476,17 +464,17 @@ def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankE
 
     A rank without a record, for which the launcher reports no failure either, exited by ``os._exit(0)``.
     """
-    silent = {end.rank for end in failures if end.end == "died" and end.death is None}
+    silent = {end.rank for end in failures if end.end is End.DIED and end.death is None}
     consequences = [end for end in failures if end.rank not in silent and not end.ended_by_us]
     if not consequences or not all(end.lost_peer for end in consequences):
         return None
     until = consequences[0].lost_at + JITTER_S
-    left = [end for end in ends if (end.end == "done" or end.rank in silent) and end.lost_at <= until]
+    left = [end for end in ends if (end.end is End.DONE or end.rank in silent) and end.lost_at <= until]
     if not left:
         return None
     first = min(left, key=lambda end: end.lost_at)
-    how = "exited with code 0" if first.end == "done" else "called os._exit(0), or was killed,"
-    return dataclasses.replace(first, end="early", error=f"{how} while other ranks waited for it")
+    how = "exited with code 0" if first.end is End.DONE else "called os._exit(0), or was killed,"
+    return dataclasses.replace(first, end=End.EARLY, error=f"{how} while other ranks waited for it")
 
 
 #: The most other ranks that a box lists.
@@ -539,7 +527,7 @@ def failure_text(
     """
     failure, others = first.end, first.others
     logs = [run.attempt_logs(attempt) / f"rank-{failure.rank}.{kind}" for kind in ("err", "out")]
-    if failure.of_launcher:
+    if failure.end.of_launcher:
         logs = [run.launcher_log(attempt)]
     log = next((log for log in logs if end_of_file(log).strip()), logs[0])  # some programs report errors on stdout
     body = failure.traceback or end_of_log(masked(end_of_file(log), secrets))
@@ -564,7 +552,7 @@ def end_of_file(log: Path) -> str:
 
 def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     """The traceback of a rank that waited for one that exited early, as the latter has none."""
-    exited = failure.end in ("early", "unfinished")
+    exited = failure.end in (End.EARLY, End.UNFINISHED)
     waiting = next((end for end in others if end.traceback), None) if exited else None
     return [f"rank {waiting.rank} waited for this rank:", *waiting.traceback.splitlines(), ""] if waiting else []
 
@@ -591,6 +579,6 @@ def _other_end(end: RankEnd, failure: RankEnd) -> str:
         return f"also failed: {end.sentence()}"
     if not end.ended_by_us:
         return f"as a result: {end.sentence()}"
-    hung, exited = failure.end.startswith("hung"), failure.end in ("early", "unfinished")
-    what = "hung" if hung else "exited" if exited else "failed"
+    exited = failure.end in (End.EARLY, End.UNFINISHED)
+    what = "hung" if failure.end.hung else "exited" if exited else "failed"
     return f"as a result: rank {end.rank} ({end.host}) was killed by clusterddp after rank {failure.rank} {what}"

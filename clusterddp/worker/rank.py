@@ -35,6 +35,7 @@ from clusterddp.errors import (
     CheckpointMismatch,
     ClusterddpError,
     Declined,
+    DeviceError,
     LastSaveFailed,
     LauncherEnvironmentError,
     RunDirectoryError,
@@ -357,7 +358,7 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
 
 
 def _report_stacks(channel: ControlChannel, request: str) -> None:
-    channel.send("stacks", request=request, **stacks())
+    channel.send("stacks", request=int(request), **stacks())
 
 
 def _explain(channel: ControlChannel, order: str, host: str) -> None:
@@ -370,10 +371,10 @@ def _explain(channel: ControlChannel, order: str, host: str) -> None:
 def _save(channel: ControlChannel, request: str) -> None:
     """Has the next step boundary save. The answer comes first, because it must precede the checkpoint's report."""
     if (run := channel.run) is None:
-        channel.send("saving", request=request)
+        channel.send("saving", request=int(request))
         return
     step, committed = run.progress()
-    channel.send("saving", request=request, step=step, committed=committed)
+    channel.send("saving", request=int(request), step=step, committed=committed)
     if committed != step:
         run.save()
 
@@ -479,6 +480,8 @@ def _raised(error: BaseException, failing: AbstractContextManager[None]) -> dict
         message = f"{type(error).__name__}: <exception str() failed>"
     text = "".join(traceback.format_exception(error))
     record = {"end": "exception", "error": _short(message, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
+    if isinstance(error, DeviceError) and error.lacks_gpus:
+        return {**record, "lacks_gpus": True}
     return {**record, "final": True} if isinstance(error, (CheckpointMismatch, LastSaveFailed)) else record
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
+from clusterddp.codec import read
 from clusterddp.failures.stack_traces import users_line
+from clusterddp.messages import End, Left
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
@@ -171,9 +173,9 @@ def test_a_rank_that_is_told_to_exit_reports_where_it_was(monkeypatch: pytest.Mo
     listener = threading.Thread(target=lambda: rank.obey(channel, order, end))  # type: ignore[arg-type]
     listener.start()
     listener.join()
-    told = RankEnd.from_record(0, "n1", 9.0, sent[0])
-    assert (told.end, (users_line(told.traceback) or "").partition(":")[0]) == ("dismissed", Path(__file__).name)
-    left = RankEnd(1, "n1", "unfinished", 1.0, error="exited with code 0 inside its training loop")
+    told = RankEnd.of(0, "n1", 9.0, read(Left, sent[0]))
+    assert (told.end, (users_line(told.traceback) or "").partition(":")[0]) == (End.DISMISSED, Path(__file__).name)
+    left = RankEnd(1, "n1", End.UNFINISHED, 1.0, error="exited with code 0 inside its training loop")
     lines = failure_text(RunDirectory(tmp_path), 0, FirstFailure(left, [told]), 9.0).split("\n")
     assert lines[lines.index("rank 0 waited for this rank:") + 1] == "Stack (most recent call last):"
 

@@ -13,6 +13,7 @@ from submitit.helpers import DelayedSubmission
 
 import clusterddp
 from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, StoppedAlone, UsageError
+from clusterddp.messages import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.worker import function
@@ -198,7 +199,7 @@ def test_a_checkpoint_is_called_after_a_stop_of_a_clusterddp_training_too(tmp_pa
 
 def test_a_rank_that_declines_ends_the_run_for_any_cause() -> None:
     """The controller is not asked."""
-    ends = [RankEnd(0, "n1", "declined", 1.0, error=str(Declined("no more"))), RankEnd(1, "n1", "died", 2.0)]
+    ends = [RankEnd(0, "n1", End.DECLINED, 1.0, error=str(Declined("no more"))), RankEnd(1, "n1", End.DIED, 2.0)]
     verdict = judge(ends, 1, True, lambda: pytest.fail("asked"))
     assert verdict.action is Action.FAIL
     assert "no more" in verdict.reason

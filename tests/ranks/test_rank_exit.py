@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.codec import read
+from clusterddp.messages import Left
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
@@ -172,8 +174,8 @@ def _command(pid: str) -> bytes:
 
 
 def _judged(cause: Cause, told: bool = False, **end: Any) -> Action:
-    record = {"host": "n1", "used_clusterddp": True, **end}
-    return judge([RankEnd.from_record(0, "n1", 1.0, record)], 0, told, lambda: cause).action
+    record = read(Left, {"host": "n1", "used_clusterddp": True, **end})
+    return judge([RankEnd.of(0, "n1", 1.0, record)], 0, told, lambda: cause).action
 
 
 @pytest.mark.parametrize(

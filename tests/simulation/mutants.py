@@ -13,6 +13,7 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
 from clusterddp.history.view import Events
+from clusterddp.messages import Committing
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
 from clusterddp.slurm import commands
@@ -246,8 +247,8 @@ def _hangs_are_not_seen() -> Patches:
 def _a_rank_that_trains_on_alone_commits() -> Patches:
     """Rank 0 commits a checkpoint although another rank is lost."""
 
-    def on_committing(state: Any, number: int, step: int, now: float) -> Any:
-        return state, [Broadcast("commit", str(number), frozenset((0,)))]
+    def on_committing(state: Any, asking: Committing, now: float) -> Any:
+        return state, [Broadcast("commit", str(asking.question), frozenset((0,)))]
 
     return [(decide, "_on_committing", on_committing)]
 
@@ -256,10 +257,10 @@ def _a_connected_rank_has_made_the_step() -> Patches:
     """Rank 0 commits a checkpoint as long as the supervisor has not noticed that another rank is lost."""
     real = decide._on_committing
 
-    def on_committing(state: Any, number: int, step: int, now: float) -> Any:
+    def on_committing(state: Any, asking: Committing, now: float) -> Any:
         if state.lost_at:
-            return real(state, number, step, now)
-        return state, [Broadcast("commit", str(number), frozenset((0,)))]
+            return real(state, asking, now)
+        return state, [Broadcast("commit", str(asking.question), frozenset((0,)))]
 
     return [(decide, "_on_committing", on_committing)]
 

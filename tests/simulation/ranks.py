@@ -12,6 +12,7 @@ import itertools
 import json
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from queue import Empty
 from typing import Any
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.codec import Misfit
 from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
@@ -29,6 +31,7 @@ from clusterddp.slurm.slurmd import CONNECT_S
 from clusterddp.supervisor.control_server import Handlers
 from clusterddp.worker.control_channel import SILENCE_S
 from clusterddp.worker.rank import FENCE_S, JOIN_TIMEOUT_S
+from tests.reports import reported
 from tests.simulation.disk import Disk
 from tests.simulation.slurm import Batch, Slurm
 from tests.simulation.world import EPOCH, Process, SimpleQueue, Thread, World
@@ -250,7 +253,8 @@ class Server:
     def _hear(self, number: int, event: str, values: Mapping[str, Any]) -> None:
         if self.open:
             self._world.acting = self.process.node
-            self._handlers.on_event(number, event, values)
+            with suppress(Misfit):  # the server skips a malformed report
+                self._handlers.on_report(number, reported(number, event, values).report)
 
     def _deliver(self, number: int, act: Callable[..., Any], *args: Any) -> None:
         rank = self._ranks.get(number)
@@ -431,9 +435,9 @@ class Rank:
         elif order == "save":
             if self.training:
                 self.save_asked = True
-                self.report("saving", request=reason, step=self.at + 1)
+                self.report("saving", request=int(reason), step=self.at + 1)
             else:
-                self.report("saving", request=reason, step=None)
+                self.report("saving", request=int(reason), step=None)
 
     def signal(self, name: str) -> None:
         """A signal of Slurm."""

@@ -27,6 +27,7 @@ from clusterddp.failures.exit_status import ExitStatus, launch_failure, of_tasks
 from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Placement
 from clusterddp.history.codec import sentence
+from clusterddp.history.stops import Signal
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.process import RunningClock, started_at
@@ -63,6 +64,7 @@ from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, next_answer
 from tests.histories import happened, view
+from tests.reports import reported
 from tests.waiting import wait_until
 from tests.wording import says
 
@@ -322,7 +324,7 @@ def test_a_failure_before_the_next_step_is_at_the_step_that_was_resumed(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not at step 0, as it has made none itself: so do failures behind a loop that was already done."""
-    resumed = RankEvent(0, "resumed", {"step": 12, "parent": {"attempt": 0, "step": 12}, "inexact": []})
+    resumed = reported(0, "resumed", {"step": 12, "parent": {"attempt": 0, "step": 12}, "inexact": []})
     raised = {"end": "exception", "error": "ValueError: no"}
     attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, raised), FakeController())
     attempt.post(resumed)
@@ -348,7 +350,7 @@ def test_a_killed_ranks_step_is_that_of_the_ranks_that_waited_for_it(run: RunDir
     }
     job = dataclasses.replace(JOB, limits=Limits(attempts=1))
     attempt = Attempt(run, job, run.create_attempt(), OneKilled(run, waited), FakeController(Cause.NONE))
-    for event in (RankEvent(1, "joined", {"host": "n1"}), ConnectionLost(1)):
+    for event in (reported(1, "joined", {"host": "n1"}), ConnectionLost(1)):
         attempt.post(event)
     attempt.supervise()
     failed = run.events()[1]
@@ -380,8 +382,8 @@ def test_a_record_that_a_shared_disk_hides_when_all_ranks_have_exited_is_waited_
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1)
     attempt = Attempt(run, job, number, OneHidden(run, {"end": "done", "step": 7}), TwoNodes(Cause.NONE))
     for rank in range(2):
-        attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
-    attempt.post(RankEvent(0, "progress", {"step": 0, "steps": 7}))
+        attempt.post(reported(rank, "joined", {"host": f"n{rank + 1}"}))
+    attempt.post(reported(0, "progress", {"step": 0, "steps": 7}))
     attempt.supervise()
     assert run.events()[-1]["event"] == "completed"
 
@@ -394,11 +396,11 @@ def test_an_error_of_the_supervisor_itself_is_no_malformed_report(
     decided = decide.step
 
     def step(state: State, event: Event, now: float) -> Step:
-        if not (isinstance(event, RankEvent) and event.name == "signal"):
+        if not (isinstance(event, RankEvent) and isinstance(event.report, Signal)):
             return decided(state, event, now)
         if deciding:
             raise KeyError("ours")
-        return state, [Broadcast("stop", "why"), Record("signal", event.values)]
+        return state, [Broadcast("stop", "why"), Record("signal", {"signal": "TERM"})]
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError("ours")
@@ -407,7 +409,7 @@ def test_an_error_of_the_supervisor_itself_is_no_malformed_report(
     monkeypatch.setattr(ControlServer, "broadcast", broken)
     attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
     for name, values in (("joined", {"host": "n1"}), ("signal", {"signal": "TERM"}), ("notified", {"reason": "why"})):
-        attempt.post(RankEvent(0, name, values))
+        attempt.post(reported(0, name, values))
     with pytest.raises(KeyError, match="ours"):
         attempt.supervise()
     recorded = [event["event"] for event in run.events()]
@@ -704,9 +706,9 @@ def test_a_timeout_of_collectives_that_ran_while_the_job_was_suspended_is_named(
 
     class Resumed(FakeRanks):
         def wait(self) -> int:
-            attempt.post(RankEvent(0, "joined", {"host": "n1"}))
+            attempt.post(reported(0, "joined", {"host": "n1"}))
             beat = {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 600.0, "stood_s": stopped_s}
-            attempt.post(RankEvent(0, "alive", beat))
+            attempt.post(reported(0, "alive", beat))
             return super().wait()
 
     ranks = Resumed(run, {"end": "exception", "error": error, "traceback": "", "step": 4})
@@ -732,7 +734,7 @@ class Cut(FakeRanks):
 
     def wait(self) -> int:
         for rank in range(self.nodes):
-            self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
+            self.attempt.post(reported(rank, "joined", {"host": f"n{rank + 1}"}))
         for rank in range(1, self.nodes):
             self.attempt.post(ConnectionLost(rank, silent=True))
             assert self._abandoned.wait(10)
@@ -841,9 +843,9 @@ class Rebooted(FakeRanks):
 
     def wait(self) -> int:
         for rank in range(2):
-            self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
+            self.attempt.post(reported(rank, "joined", {"host": f"n{rank + 1}"}))
         self.attempt.post(ConnectionLost(1))
-        self.attempt.post(RankEvent(0, "left", {"host": "n1", "end": "dismissed", "error": "rank 1 exited"}))
+        self.attempt.post(reported(0, "left", {"host": "n1", "end": "dismissed", "error": "rank 1 exited"}))
         return 1
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
@@ -891,8 +893,8 @@ def test_a_node_that_is_rebooted_just_after_its_ranks_have_finished_does_not_fai
         def wait(self) -> int:
             for rank in range(2):
                 left = {"host": f"n{rank + 1}", "end": "done", "used_clusterddp": True}
-                self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
-                self.attempt.post(RankEvent(rank, "left", left))
+                self.attempt.post(reported(rank, "joined", {"host": f"n{rank + 1}"}))
+                self.attempt.post(reported(rank, "left", left))
             return 1
 
     controller = FakeController(Cause.NONE)
@@ -1308,10 +1310,10 @@ def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
 
     class Hanging(Killed):
         def wait(self) -> int:
-            attempt.post(RankEvent(0, "joined", {"host": "n1"}))
-            attempt.post(RankEvent(0, "checkpoint", {"step": 4, "durable_s": 0.1}))
+            attempt.post(reported(0, "joined", {"host": "n1"}))
+            attempt.post(reported(0, "checkpoint", {"step": 4, "durable_s": 0.1}))
             assert blocked.wait(10)
-            attempt.post(RankEvent(0, "alive", {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 0.1}))
+            attempt.post(reported(0, "alive", {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 0.1}))
             assert not killed.wait(1.0)  # several times what a rank may take
             disk.set()
             assert killed.wait(10)
@@ -1626,7 +1628,11 @@ def test_ranks_that_never_started_have_not_finished_although_the_launcher_return
     assert run.outcome() is None
 
 
-LACKING = {"end": "exception", "error": "DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7"}
+LACKING = {
+    "end": "exception",
+    "error": "DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7",
+    "lacks_gpus": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -1812,7 +1818,7 @@ def test_slow_saves_are_distinguished_from_no_reason_to_stop(run: RunDirectory) 
 
     class Saving(FakeRanks):
         def wait(self) -> int:
-            attempt.post(RankEvent(0, "checkpoint", {"step": 4, "durable_s": 100.0}))
+            attempt.post(reported(0, "checkpoint", {"step": 4, "durable_s": 100.0}))
             return super().wait()
 
     attempt = Attempt(run, JOB, run.create_attempt(), Saving(run, STOPPED), Noting(Cause.TIME_LIMIT))

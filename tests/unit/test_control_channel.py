@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import queue
 import re
 import socket
@@ -26,6 +25,7 @@ from clusterddp.worker import control_channel
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.rank import obey
 from tests.connections import accepted_at, break_connection, connection_to
+from tests.reports import fields_of
 from tests.wording import raises, says
 
 TOKEN = "secret of this attempt"
@@ -37,7 +37,7 @@ class Heard:
     def __init__(self, ranks: int | None = None) -> None:
         self.events: queue.Queue[tuple[int, str, dict[str, Any]]] = queue.Queue()
         self.lost: queue.Queue[tuple[int, bool]] = queue.Queue()
-        hear = lambda r, e, v: self.events.put((r, e, dict(v)))  # noqa: E731
+        hear = lambda rank, report: self.events.put((rank, *fields_of(report)))  # noqa: E731
         lose = lambda rank, silent: self.lost.put((rank, silent))  # noqa: E731
         self.server = ControlServer(TOKEN, Handlers(hear, lose), "127.0.0.1", ranks)
         self.address = f"127.0.0.1:{self.server.port}"
@@ -107,11 +107,11 @@ def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.
     """A supervisor that waits for a slow disk, or for a CPU, while its time for that passes."""
     monkeypatch.setattr(control_server, "_LAST_WORDS_S", 0.0)
     free, heard = threading.Event(), queue.Queue[str]()
-    hear = Handlers(lambda _, event, __: (free.wait(10), heard.put(event)))  # type: ignore[arg-type]
+    hear = Handlers(lambda _, report: (free.wait(10), heard.put(fields_of(report)[0])))  # type: ignore[arg-type]
     server = ControlServer(TOKEN, hear, host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
-    link.send("left", traceback="x" * 100_000)  # more than is read at once
+    link.send("left", host="n1", end="done", traceback="x" * 100_000)  # more than is read at once
     link.close()
     server._wake_write.close()  # as close() does first
     free.set()
@@ -216,8 +216,8 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     assert [heard.events.get(timeout=10)[:2] for _ in range(2)] == [(0, "joined"), (0, "rejoined")]
     heard.server.broadcast(leave="rank 5 hangs")
     assert words.get(timeout=10) == {"leave": "rank 5 hangs"}
-    link.send("checkpoint", step=7)
-    assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
+    link.send("finishing", step=7)
+    assert heard.events.get(timeout=10) == (0, "finishing", {"step": 7})
     with raises(LauncherEnvironmentError):
         join(heard, 0, port=1)
 
@@ -262,17 +262,17 @@ def test_a_rank_does_not_wait_for_a_store_that_nobody_will_tell_of(monkeypatch: 
 
 def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Heard) -> None:
     link = join(heard, 0, port=1)
-    link.send("checkpoint", step=1)
+    link.send("finishing", step=1)
     break_connection(heard.server.port)
     assert heard.lost.get(timeout=10) == (0, False)
     for step in (2, 3):
-        link.send("checkpoint", step=step)
+        link.send("finishing", step=step)
     link.listen(lambda: None, lambda _: None)
     events = [heard.events.get(timeout=10) for _ in range(5)]
-    assert [event for _, event, _ in events] == ["joined", "checkpoint", "rejoined", "checkpoint", "checkpoint"]
-    assert [values["step"] for _, event, values in events if event == "checkpoint"] == [1, 2, 3]
-    link.send("checkpoint", step=4)
-    assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 4})
+    assert [event for _, event, _ in events] == ["joined", "finishing", "rejoined", "finishing", "finishing"]
+    assert [values["step"] for _, event, values in events if event == "finishing"] == [1, 2, 3]
+    link.send("finishing", step=4)
+    assert heard.events.get(timeout=10) == (0, "finishing", {"step": 4})
 
 
 def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,17 +280,18 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
     monkeypatch.setattr("clusterddp.worker.control_channel.REJOIN_S", 0.1)
     free, words = threading.Event(), queue.Queue[object]()
 
-    def hear(rank: int, event: str, values: object) -> None:
+    def hear(rank: int, report: Any) -> None:
+        event, _ = fields_of(report)
         words.put(event)
-        if event == "checkpoint":
+        if event == "finishing":
             free.wait(20)
 
     server = ControlServer(TOKEN, Handlers(hear), host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.listen(lambda: words.put("lost"), words.put)
-    link.send("checkpoint", step=7)
-    assert [words.get(timeout=10) for _ in range(2)] == ["joined", "checkpoint"]
+    link.send("finishing", step=7)
+    assert [words.get(timeout=10) for _ in range(2)] == ["joined", "finishing"]
     break_connection(server.port)
     with pytest.raises(queue.Empty):
         words.get(timeout=1.5)
@@ -346,15 +347,15 @@ def test_a_rank_that_is_falling_silent_gets_its_orders_once_it_answers(
 def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest.CaptureFixture[str]) -> None:
     """Its texts are truncated, or it is dropped and named. The connection and later messages are not affected."""
     link = join(heard, 0, port=1)
-    link.send("left", error="E" + "x" * 3_000_000 + "!", rank=0)
-    link.send("result", predictions=[0.5] * 500_000)
+    link.send("left", host="n1", end="exception", error="E" + "x" * 3_000_000 + "!", rank=0)
+    link.send("result", step=7, predictions=[0.5] * 500_000)
     link.send("result", value=object())
-    link.send("checkpoint", step=7)
+    link.send("finishing", step=7)
     assert heard.events.get(timeout=10)[1] == "joined"
     _, event, values = heard.events.get(timeout=10)
     assert (event, values["error"][:2], values["error"][-2:]) == ("left", "Ex", "x!")
     assert "2,996,002 characters left out" in values["error"] and len(values["error"]) < 5000
-    assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
+    assert heard.events.get(timeout=10) == (0, "finishing", {"step": 7})
     said = capsys.readouterr().err.splitlines()
     assert re.search(r"dropped the event 'result', because it has 2,500,\d+ bytes, but the limit is 1,048,576", said[0])
     assert "dropped the event 'result', because it cannot be written as JSON (Object of type object" in said[1]
@@ -367,19 +368,19 @@ def test_an_unreadable_line_of_a_rank_is_skipped_permanently(
 ) -> None:
     """A rank that was dropped for it would join again and repeat it forever."""
     link = join(heard, 0, port=1)
-    link.send("checkpoint", step=1)
+    link.send("finishing", step=1)
     with monkeypatch.context() as patch:
         patch.setattr(control_channel, "LONGEST_LINE", 1 << 30)
         patch.setattr(control_channel, "json", SimpleNamespace(dumps=lambda _: line.decode()))
-        link.send("checkpoint", step=0)
-    link.send("checkpoint", step=2)
+        link.send("finishing", step=0)
+    link.send("finishing", step=2)
     events = [heard.events.get(timeout=10) for _ in range(3)]
     assert [values.get("step") for _, _, values in events] == [None, 1, 2]
     assert heard.lost.empty()
     link.listen(lambda: None, lambda _: None)
     break_connection(heard.server.port)
     assert heard.events.get(timeout=10)[1] == "rejoined"
-    link.send("checkpoint", step=3)
+    link.send("finishing", step=3)
     assert heard.events.get(timeout=10)[2] == {"step": 3}
 
 
@@ -389,7 +390,7 @@ def test_sending_to_a_supervisor_that_has_exited_does_not_stop_training() -> Non
     link = join(heard, 0, port=1)
     heard.server.close()
     for _ in range(100):
-        link.send("checkpoint", step=1)
+        link.send("finishing", step=1)
 
 
 def test_a_rank_that_waits_for_the_others_gives_up_when_told_to(heard: Heard) -> None:
@@ -434,8 +435,8 @@ def test_silent_unauthenticated_connections_are_dropped_in_time(heard: Heard, mo
     strangers = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(20)]
     strangers[0].sendall(b'{"tok')
     assert [unread(stranger) for stranger in strangers] == [b""] * 20
-    rank.send("alive")
-    assert [heard.events.get(timeout=10)[1] for _ in range(2)] == ["joined", "alive"]
+    rank.send("connecting")
+    assert [heard.events.get(timeout=10)[1] for _ in range(2)] == ["joined", "connecting"]
     assert heard.lost.empty()
 
 
@@ -447,7 +448,7 @@ def test_a_flood_of_unauthenticated_connections_keeps_no_rank_out(heard: Heard) 
     assert late.store_port == 1
     assert unread(flood[0]) == b""
     assert accepted_at(heard.server.port) <= 256 + 2
-    rank.send("alive")
+    rank.send("connecting")
     assert heard.lost.empty()
     for stranger in flood:
         stranger.close()
@@ -570,14 +571,14 @@ def test_an_impossible_rank_is_refused_with_a_reason(rank: Any, port: int | None
 def test_a_malformed_report_affects_no_other() -> None:
     """The thread that reads from the ranks survives what is no object, and an object without an event."""
     heard: queue.Queue[Any] = queue.Queue()
-    hear = Handlers(lambda _, event, values: heard.put(values["pid" if event == "joined" else "word"]))
+    hear = Handlers(lambda _, report: heard.put(fields_of(report)[1].get("word")))
     server = ControlServer(TOKEN, hear, host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     for line in (b"[1]\n", b"{}\n", b"\xff\n", b"[" * 9999 + b"\n"):
         link._connection.sendall(line)
     link.send("said", word="hello")
-    assert [heard.get(timeout=10) for _ in range(2)] == [os.getpid(), "hello"]
+    assert [heard.get(timeout=10) for _ in range(2)] == [None, "hello"]
     server.close()
 
 

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from clusterddp.codec import Misfit
 from clusterddp.supervisor import control_server
-from clusterddp.supervisor.control_server import ControlServer, Handlers, Outbox
-from clusterddp.worker.control_channel import send_line
+from clusterddp.supervisor.control_server import ControlServer, Handlers, Outbox, read_report
+from clusterddp.worker.control_channel import ControlChannel, send_line
 from tests.connections import accepted_from
+from tests.reports import fields_of
 from tests.waiting import wait_until
 
 TOKEN, WAIT_S = "secret of this attempt", 20
@@ -119,7 +121,8 @@ def test_a_broken_connection_keeps_nothing(pair: Pair) -> None:
 def test_a_rank_that_reads_late_delays_no_other_and_gets_the_order_to_stop() -> None:
     """It is one of thousands, on a node whose memory is short: the server skipped it before, or tore a line."""
     events: queue.Queue[tuple[int, str]] = queue.Queue()
-    server = ControlServer(TOKEN, Handlers(lambda rank, event, _: events.put((rank, event))), host="127.0.0.1", ranks=2)
+    hear = Handlers(lambda rank, report: events.put((rank, fields_of(report)[0])))
+    server = ControlServer(TOKEN, hear, host="127.0.0.1", ranks=2)
     slow, quick = socket.socket(), socket.create_connection(("127.0.0.1", server.port))
     with little_room(slow), quick:
         slow.connect(("127.0.0.1", server.port))
@@ -137,11 +140,61 @@ def test_a_rank_that_reads_late_delays_no_other_and_gets_the_order_to_stop() -> 
         assert json.loads(reader.readline())["port"] == 1  # the answer to its hello
         assert [json.loads(reader.readline()) for _ in range(61)] == [*orders, {"stop": "preemption"}]
         wait_until(lambda: len(server._outbox._kept) == 1, "only the late rank to have lines left", WAIT_S)
-        send_line(quick, {"event": "notified"})
+        send_line(quick, {"event": "notified", "reason": "preemption"})
         assert events.get(timeout=WAIT_S) == (0, "notified")
         late = slow.makefile("rb")
         late.readline()
         assert [json.loads(late.readline()) for _ in range(61)] == [*orders, {"stop": "preemption"}]
         reader.close()
         late.close()
+    server.close()
+
+
+BEAT = {"event": "alive", "count": 90, "step": 89, "age_s": 610.0}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        7,
+        {"step": 7},
+        {"event": None},
+        {"event": "checkpoint", "step": 7},
+        {"event": "checkpoint", "step": 7, "blocked_s": 0.1, "durable_s": "soon", "bytes": 1},
+        {"event": "progress", "step": -1, "steps": 7},
+        {"event": "of a later version", "step": "7"},
+        {"event": "phase", "phase": "training", "time": "now"},
+        {"event": "left", "host": "n1"},
+        {"event": "left", "host": "n1", "end": "bored"},
+        {"event": "stacks", "request": 7, "place": "x", "threads": [{}]},
+        {"event": "gpu", "figures": [1, 2]},
+        {"event": "alive"},
+        {**BEAT, "device": [90]},
+        {**BEAT, "device": ["90", "own", 1.0]},
+        {**BEAT, "collectives": [["0", 1]]},
+        {**BEAT, "timing": 7},
+        {**BEAT, "timing": [1, 2.0]},
+        {**BEAT, "timing": [1.5, 0, 0, 0, 0]},
+        {**BEAT, "timing": [1, "2", 0, 0, 0]},
+        {**BEAT, "timing": [1, 2, 0, 0, 0], "timing_age_s": "2"},
+    ],
+)
+def test_a_report_of_an_unexpected_form_is_refused(report: object) -> None:
+    """The server skips it, and says so."""
+    with pytest.raises(Misfit):
+        read_report(0, json.dumps(report).encode())
+
+
+def test_an_error_in_what_handles_a_report_is_no_malformed_report() -> None:
+    """It ended as one in the log, and the supervisor missed the report."""
+    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def fail(rank: int, report: object) -> None:
+        raise TypeError("of the supervisor itself")
+
+    server = ControlServer(TOKEN, Handlers(fail, failed=errors.put), host="127.0.0.1", ranks=1)
+    channel = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 20001, 5.0)
+    assert isinstance(errors.get(timeout=10), TypeError)
+    assert channel is not None
+    channel.close()
     server.close()

@@ -24,6 +24,7 @@ from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.failures.exclusion import failures, unchecked
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
+from clusterddp.messages import End
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.queue import QueuedJob
@@ -369,7 +370,7 @@ def attempt_of(run: RunDirectory) -> Attempt:
 )
 def test_a_failed_preflight_restarts_the_run_and_counts_against_its_node(message: str, of_the_node: bool) -> None:
     """As other failures of nodes, unless no single node is at fault."""
-    end = RankEnd(1, "n2", "exception", 1.0, error=f"{PreflightError.__name__}: {message}", used_clusterddp=True)
+    end = RankEnd(1, "n2", End.EXCEPTION, 1.0, error=f"{PreflightError.__name__}: {message}", used_clusterddp=True)
     assert end.of_the_node is of_the_node
     assert judge([end], 1, False, lambda: Cause.NONE).action is Action.RESTART
     event = {"event": "rank_failed", "attempt": 0, "time": 5.0, "suspect": "n2", "error": end.words()}

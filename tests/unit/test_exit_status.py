@@ -9,6 +9,7 @@ import pytest
 
 from clusterddp.failures.exit_status import TABLE, Blame, ExitStatus, find
 from clusterddp.failures.stack_traces import uncaught
+from clusterddp.messages import End
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import Progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
@@ -194,7 +195,7 @@ def test_the_scripts_own_errors_are_in_no_row(error: str) -> None:
 )
 def test_the_limit_of_locked_memory_is_not_the_hosts_memory(error: str, full: bool) -> None:
     """Both have the text of ENOMEM."""
-    assert RankEnd(1, "n1", "exception", 1.0, error).out_of_memory is full
+    assert RankEnd(1, "n1", End.EXCEPTION, 1.0, error).out_of_memory is full
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_a_connection_that_a_library_has_opened_is_none_to_another_rank(file: st
     """Even if that library passes on the error of the socket."""
     lines = [f'  File "/home/me/train.py", line 7, in <module>\n  File "{file}", line 1, in recv\n']
     failure = RankEnd(
-        *(1, "n1", "exception", 1.0, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+        *(1, "n1", End.EXCEPTION, 1.0, "ConnectionResetError: [Errno 104] Connection reset by peer"),
         traceback="".join(["Traceback (most recent call last):\n", *lines]),
         used_clusterddp=True,
     )
@@ -236,7 +237,7 @@ def abort(rank: int, lost_at: float, text: str) -> RankEnd:
     thrown = uncaught(LOG.format(text))
     assert thrown is not None
     death = ExitStatus(signal=6, first=rank == 0)
-    return RankEnd(rank, f"n{rank}", "died", lost_at, f"aborted: {thrown}", used_clusterddp=True, death=death)
+    return RankEnd(rank, f"n{rank}", End.DIED, lost_at, f"aborted: {thrown}", used_clusterddp=True, death=death)
 
 
 def test_an_abort_is_named_by_its_exception_without_torchs_advice() -> None:

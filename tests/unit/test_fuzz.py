@@ -46,6 +46,7 @@ from clusterddp.supervisor.controller import LocalController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.worker.control_channel import ControlChannel
+from tests.reports import fields_of
 from tests.unit.test_slurm_commands import RUNNING
 
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
@@ -496,12 +497,11 @@ def test_any_hello_is_a_rank_or_refused(changed: dict[str, Any]) -> None:
 def echo_server() -> tuple[ControlServer, threading.Event]:
     heard = threading.Event()
 
-    def on_event(rank: int, event: str, values: Any) -> None:
-        if event == "after":
-            assert (rank, values) == (0, {"step": 3})
+    def on_report(rank: int, report: Any) -> None:
+        if fields_of(report) == ("after", {"step": 3}):
             heard.set()
 
-    return ControlServer("secret", Handlers(on_event), host="127.0.0.1"), heard
+    return ControlServer("secret", Handlers(on_report), host="127.0.0.1"), heard
 
 
 @fuzz(60)

@@ -18,6 +18,7 @@ from clusterddp.history.beginnings import unread
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.jobdef.program import checkpoint_values
+from clusterddp.messages import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
@@ -479,7 +480,7 @@ def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
         event(0, 0.0, "started"), event(0, 1.0, "rank_failed", raised=raised), event(0, 1.0, "restarted"),
         event(1, 2.0, "started"), event(1, 3.0, "own_checkpoint", file="a.pt", written=3.0),
     ]  # fmt: skip
-    end = RankEnd(0, "n1", "exception", 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
+    end = RankEnd(0, "n1", End.EXCEPTION, 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
     with_it, without = (
         judge([end], 1, False, lambda: Cause.NONE, progress(view(seen), 1, None, 4.0)) for seen in (events, events[:-1])
     )
@@ -493,7 +494,7 @@ def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_re
 ) -> None:
     """Its checkpoint is a new one each time, as it starts from the beginning. After ten minutes it may have trained."""
     seen: list[dict[str, Any]] = []
-    end = RankEnd(0, "n1", "exception", 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
+    end = RankEnd(0, "n1", End.EXCEPTION, 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
     for attempt in range(3):
         at = 1000.0 * attempt
         seen += [event(attempt, at, "started"), event(attempt, at + 9, "own_checkpoint", file="a.pt", written=at + 9)]

@@ -14,6 +14,7 @@ from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Course, Placement, choose, place
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
+from clusterddp.messages import End
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
@@ -213,7 +214,7 @@ def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_fail
     job = replace(SPARE, nodes=2, gpus_per_node=1, device="cpu")
     state = State(job, ("n1", "n2"), placement=at("n1 n2", "n1 n2 n3"), told=frozenset(("drain",)), exit_code=0)
     state = replace(state, wanted=Stop.DRAIN, drained="n2")
-    ends = tuple(RankEnd(rank, f"n{rank + 1}", "stopped", 0.0, used_clusterddp=True) for rank in (0, 1))
+    ends = tuple(RankEnd(rank, f"n{rank + 1}", End.STOPPED, 0.0, used_clusterddp=True) for rank in (0, 1))
     Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act()
     assert controller.asked == ["resubmit n2"]
     (end,) = (event for event in run.events() if event["event"] == "resubmitted")
@@ -237,7 +238,7 @@ def test_the_end_of_an_attempt_says_why_its_job_has_too_few_nodes(tmp_path: Path
             placement=at("n1 n2", "n1 n2"),
             silent=frozenset({1}),
         )
-        ends = (RankEnd(0, "n1", "stopped", 0.0, used_clusterddp=True), RankEnd(1, "n2", "died", 0.0, "lost"))
+        ends = (RankEnd(0, "n1", End.STOPPED, 0.0, used_clusterddp=True), RankEnd(1, "n2", End.DIED, 0.0, "lost"))
         Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act()
         reasons.append(run.events()[-1]["reason"])
     assert reasons[0] == f"{reasons[1]}. Node n2 is lost, and the job has 1 node left, but the run needs 2"
@@ -265,7 +266,7 @@ def test_a_run_whose_ranks_cannot_start_on_busy_nodes_moves_or_leaves_its_job(
     job = replace(job, nodes=2, gpus_per_node=1, device="cpu", policy=policy)
     allocated = "n1 n2 n3" if job.spare_nodes else "n1 n2"
     state = State(job, ("n1", "n2"), placement=at("n1 n2", allocated), busy=True, exit_code=137)
-    ends = tuple(RankEnd(rank, f"n{rank + 1}", "died", math.inf) for rank in (0, 1))
+    ends = tuple(RankEnd(rank, f"n{rank + 1}", End.DIED, math.inf) for rank in (0, 1))
     Recovery(run, 1, controller, History(run, 1), AttemptResult(state, ends)).act()
     (last,) = (event for event in run.events() if event["event"] == end and event["attempt"] == 1)
     assert (last["cause"], controller.asked) == (Cause.NODES_BUSY.value, asked)

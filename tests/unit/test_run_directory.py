@@ -22,6 +22,7 @@ from clusterddp.cli.status import show
 from clusterddp.errors import ClusterddpError, RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.messages import End
 from clusterddp.rundir import files, run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
 from clusterddp.rundir.json_lines import drop_torn_line, read_backwards, read_lines
@@ -371,7 +372,7 @@ def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirector
     run.create_attempt()
     run.rank_record(0, 1).write_text('{"end": 5}')
     end = RankEnd.read(1, "n1", 1.0, run.rank_record(0, 1))
-    assert (end.end, end.failed, "rank-1.json" in end.sentence()) == ("died", True, True)
+    assert (end.end, end.failed, "rank-1.json" in end.sentence()) == (End.DIED, True, True)
 
 
 def test_a_reader_skips_a_line_that_is_not_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

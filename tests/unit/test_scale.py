@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
+from clusterddp.messages import End
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt_state import (
@@ -43,6 +44,7 @@ from clusterddp.training.log_reduction import Receiver
 from clusterddp.training.stopping import Agreement
 from tests.counting_store import CountingStore, wait_for_watcher
 from tests.instructions import Instructions
+from tests.reports import reported
 
 FEW, MANY = 64, 256
 NOW = 1000.0
@@ -80,19 +82,19 @@ def handled(state: State, events: Iterable[Event]) -> tuple[State, list[Any]]:
 
 
 def stacks(rank: int, place: str = "all_reduce") -> RankEvent:
-    return RankEvent(rank, "stacks", {"request": "1", "place": place, "threads": THREADS})
+    return reported(rank, "stacks", {"request": 1, "place": place, "threads": THREADS})
 
 
 END = {"host": "n1", "end": "stopped", "step": 7}
 BEAT = {"count": 7, "step": 6, "age_s": 0.0}
 ASK = Request(1, "stacks", {"ranks": None})
 PER_RANK: dict[str, tuple[list[Event], Callable[[int], Event]]] = {
-    "hello": ([], lambda rank: RankEvent(rank, "joined", {"host": "n1"})),
-    "heartbeat": ([], lambda rank: RankEvent(rank, "alive", BEAT)),
-    "signal": ([], lambda rank: RankEvent(rank, "signal", {"signal": "TERM"})),
-    "end": ([], lambda rank: RankEvent(rank, "left", END)),
+    "hello": ([], lambda rank: reported(rank, "joined", {"host": "n1"})),
+    "heartbeat": ([], lambda rank: reported(rank, "alive", BEAT)),
+    "signal": ([], lambda rank: reported(rank, "signal", {"signal": "TERM"})),
+    "end": ([], lambda rank: reported(rank, "left", END)),
     "loss": ([], ConnectionLost),
-    "rejoin": ([], lambda rank: RankEvent(rank, "rejoined", {"host": "n1"})),
+    "rejoin": ([], lambda rank: reported(rank, "rejoined", {"host": "n1"})),
     "stacks": ([ASK], stacks),
 }
 
@@ -116,7 +118,7 @@ def status(rank: int, **values: Any) -> RankStatus:
 def ends(ranks: int) -> list[RankEnd]:
     """One rank was killed, and its peers by the launcher."""
     killed, first = ExitStatus(signal=9), ExitStatus(signal=9, first=True)
-    return [RankEnd(rank, "n1", "died", 5.0, death=first if rank == 3 else killed) for rank in range(ranks)]
+    return [RankEnd(rank, "n1", End.DIED, 5.0, death=first if rank == 3 else killed) for rank in range(ranks)]
 
 
 def waiting(ranks: int) -> list[RankStatus]:
@@ -129,7 +131,7 @@ def timed(ranks: int) -> list[RankStatus]:
 
 def gone(ranks: int) -> list[RankEnd]:
     """All exited without a record, and the launcher knows of no failure."""
-    return [RankEnd(rank, "n1", "died", 5.0) for rank in range(ranks)]
+    return [RankEnd(rank, "n1", End.DIED, 5.0) for rank in range(ranks)]
 
 
 def nodes_of(of: State) -> list[str]:
@@ -169,7 +171,7 @@ def test_a_change_of_one_ranks_value_copies_only_a_part() -> None:
 
 def test_the_history_has_an_event_of_each_of_a_few_ranks_only() -> None:
     """A stop's signal reaches all ranks: thousands of synced lines would delay its end, and each later start."""
-    _, actions = handled(state(256), (RankEvent(rank, "signal", {"signal": "TERM"}) for rank in range(255, -1, -1)))
+    _, actions = handled(state(256), (reported(rank, "signal", {"signal": "TERM"}) for rank in range(255, -1, -1)))
     recorded = [action.values["rank"] for action in actions if isinstance(action, Record)]
     assert recorded == [*range(255, 255 - decide.MOST_RECORDED, -1), 0]
     (said,) = (action.text for action in actions if isinstance(action, Say))
@@ -179,7 +181,7 @@ def test_the_history_has_an_event_of_each_of_a_few_ranks_only() -> None:
 def test_equal_stacks_are_kept_once() -> None:
     asked, _ = handled(state(64), [ASK])
     some, _ = handled(asked, [stacks(rank, "read" if rank == 5 else "all_reduce") for rank in range(63)])
-    assert len({id(values) for values in some.pending[1].answers.values()}) == 2
+    assert len({id(values) for values in some.pending[1].stacks.values()}) == 2
 
 
 def test_the_median_of_the_others_is_that_of_statistics() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.history.codec import sentence
+from clusterddp.messages import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text
 
@@ -50,11 +51,11 @@ def test_a_deep_stack_is_cut_and_a_log_without_one_shows_its_end() -> None:
 def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_path: object) -> None:
     """Killed by the launcher, or told to exit; a rank whose node ran out of memory still is."""
     others = [
-        RankEnd(0, "n1", "died", 2.0, death=ExitStatus(signal=9)),
-        RankEnd(2, "n2", "dismissed", 2.0, error="rank 1 (n1) failed"),
-        RankEnd(3, "n2", "died", 2.0, error="killed: out of memory", death=ExitStatus(out_of_memory=True)),
+        RankEnd(0, "n1", End.DIED, 2.0, death=ExitStatus(signal=9)),
+        RankEnd(2, "n2", End.DISMISSED, 2.0, error="rank 1 (n1) failed"),
+        RankEnd(3, "n2", End.DIED, 2.0, error="killed: out of memory", death=ExitStatus(out_of_memory=True)),
     ]
-    first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
+    first = RankEnd(1, "n1", End.EXCEPTION, 1.0, error="ValueError: x")
     lines = failure_text(RunDirectory(str(tmp_path)), 0, FirstFailure(first, others), 3.0).split("\n")
     assert "as a result: rank 0 (n1) was killed by clusterddp after rank 1 failed" in lines
     assert "as a result: rank 2 (n2) was killed by clusterddp after rank 1 failed" in lines
@@ -113,8 +114,8 @@ def test_the_box_of_a_crash_in_mismatched_collectives_says_what_to_do(tmp_path: 
     run = RunDirectory(tmp_path / "run")
     run.attempt_logs(0).mkdir(parents=True)
     (run.attempt_logs(0) / "rank-1.err").write_text(f"terminate called\n  what(): {GLOO}\n{CRASHED}")
-    failure = RankEnd(1, "n1", "died", 1.0, error="killed by signal 6 (SIGABRT)")
-    other = RankEnd(0, "n0", "exception", 1.1, error="RuntimeError: Connection reset", traceback=RAISED)
+    failure = RankEnd(1, "n1", End.DIED, 1.0, error="killed by signal 6 (SIGABRT)")
+    other = RankEnd(0, "n0", End.EXCEPTION, 1.1, error="RuntimeError: Connection reset", traceback=RAISED)
     box = failure_text(run, 0, FirstFailure(failure, [other], 4), 2.0)
     said = " ".join(line.strip("|").strip() for line in box.splitlines())
     assert "the ranks called different collectives (rank 1 in train.py:52 (train), rank 0 in train.py:40" in said, box
@@ -127,7 +128,7 @@ def test_a_box_names_the_log_that_has_the_reason(tmp_path: Path) -> None:
     out, err = (run.attempt_logs(0) / f"rank-1.{kind}" for kind in ("out", "err"))
     out.write_text("Error: no such data set: mnits\n")
     err.write_text("\n")
-    failure = RankEnd(1, "n1", "exited", 1.0, error="exit code 3")
+    failure = RankEnd(1, "n1", End.EXIT, 1.0, error="exit code 3")
     box = failure_text(run, 0, FirstFailure(failure), 2.0)
     assert f"log: {out}" in box and "Error: no such data set: mnits" in box
     err.write_text("Traceback: here\n")

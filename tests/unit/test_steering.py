@@ -155,7 +155,7 @@ class StubRanks(NoRanks):
     def _obey(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
         if "stacks" in order and rank != 1:
             place = "data.py:88 (read)" if rank % 8 == 7 else "the all_reduce of backward"
-            channel.send("stacks", request=order["stacks"], place=place, threads=self._threads)
+            channel.send("stacks", request=int(order["stacks"]), place=place, threads=self._threads)
 
     def wait(self) -> int:
         self.exited.wait()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.history.beginnings import Training
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import step_log
@@ -52,7 +53,7 @@ def test_the_newest_step_of_each_look_is_recorded_as_the_number_of_steps_done(tm
     assert followed.prints("8: loss\n") == [1, 997]
     assert followed.prints(" 50%|  | iter 1,200 [00:01\r 51%| | iter 1,210 [00:02\r", "err") == [1, 997, 1209]
     assert followed.prints("evaluating\niter 1210 again\n") == [1, 997, 1209, 1209]
-    assert [(event.name, dict(event.values)) for event in followed.events] == [("training", {"step": 0, "log": 0})]
+    assert [event.report for event in followed.events] == [Training(rank=0, step=0, log=0)]
 
 
 def test_a_number_that_starts_over_is_told_once_and_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
+from clusterddp.messages import End
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause, read_cause
 from clusterddp.supervisor.limits import Progress, doubt, progress
@@ -53,7 +54,7 @@ def test_the_controllers_answers_are_interpreted_as_slurm_was_seen_to_behave(
 
 
 def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> RankEnd:
-    return RankEnd(rank, f"n{rank}", what, lost_at, used_clusterddp=True, **values)  # type: ignore[arg-type]
+    return RankEnd(rank, f"n{rank}", End(what), lost_at, used_clusterddp=True, **values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_completed_run_does_not_query_the_controller() -> None:
 
 def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_without_clusterddp() -> None:
     """Its own TERM handler may have saved and exited with 0; without a notice it is done."""
-    plain = [RankEnd(0, "n1", "done", 1.0)]
+    plain = [RankEnd(0, "n1", End.DONE, 1.0)]
     assert judge(plain, 0, True, lambda: Cause.PREEMPTED).action is Action.AGAIN
     assert judge(plain, 0, True, lambda: Cause.NONE).action is Action.COMPLETE
 
@@ -180,10 +181,10 @@ def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_mome
 @pytest.mark.parametrize(
     ("failure", "action"),
     [
-        (RankEnd(1, "n1", "died", 1.0, used_clusterddp=True), Action.RESTART),
-        (RankEnd(1, "n1", "lost", 1.0), Action.RESTART),
+        (RankEnd(1, "n1", End.DIED, 1.0, used_clusterddp=True), Action.RESTART),
+        (RankEnd(1, "n1", End.LOST, 1.0), Action.RESTART),
         *[
-            (RankEnd(1, "n1", "exception", 1.0, error=error, used_clusterddp=True), action)
+            (RankEnd(1, "n1", End.EXCEPTION, 1.0, error=error, used_clusterddp=True), action)
             for error, action in [
                 ("torch.distributed.DistBackendError: NCCL error in: ...", Action.RESTART),
                 ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", Action.RESTART),
@@ -195,7 +196,7 @@ def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_mome
                 ("CheckpointError: no checkpoint of this run can be read", Action.FAIL),
             ]
         ],
-        (RankEnd(1, "n1", "exit", 1.0, exit_code=3), Action.FAIL),
+        (RankEnd(1, "n1", End.EXIT, 1.0, exit_code=3), Action.FAIL),
     ],
 )
 def test_before_any_progress_only_failures_from_outside_the_script_restart(failure: RankEnd, action: Action) -> None:
@@ -278,7 +279,7 @@ def test_the_message_of_sys_exit_follows_its_code() -> None:
     assert replace(EXIT, exit_code=1, error="loss is NaN").words() == "exited with code 1: loss is NaN"
 
 
-LACKING = end("exception", 1, error="DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7")
+LACKING = end("exception", 1, error="DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7", lacks_gpus=True)
 MEMORY = replace(EIO, error="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", step=None)
 
 
@@ -361,7 +362,7 @@ def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -
 )
 def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus | None, sentence: str) -> None:
     """SIGKILL leaves no traceback; the rank, its host and the signal are still named."""
-    assert RankEnd.from_record(3, "n2", 1.0, None, death).sentence() == f"rank 3 (n2) {sentence}"
+    assert RankEnd.of(3, "n2", 1.0, None, death).sentence() == f"rank 3 (n2) {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -425,7 +426,7 @@ def test_memory_is_the_likely_cause_of_a_kill_only_if_slurm_has_seen_it(line: st
     """Then the node is not to blame. Anybody may send SIGKILL."""
     task = "srun: error: n1: task 0: Killed\n"
     (seen,), (unseen,) = of_tasks(f"{line}\n{task}").values(), of_tasks(task).values()
-    ends = [RankEnd.from_record(0, "n1", 1.0, None, status) for status in (seen, unseen)]
+    ends = [RankEnd.of(0, "n1", 1.0, None, status) for status in (seen, unseen)]
     assert [(status.oom_kill, end.of_the_node) for status, end in zip((seen, unseen), ends, strict=True)] == [
         (True, False),
         (False, True),
@@ -458,7 +459,7 @@ def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_told
 def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_killed_for_it() -> None:
     """They joined after the order to exit was sent, and did not get it. Else the wrong node would count as suspect."""
     killed = in_order({1: ExitStatus(signal=9), 0: ExitStatus(signal=9)})
-    ends = [RankEnd.from_record(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))]
+    ends = [RankEnd.of(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))]
     failure = judge(ends, 137, False, lambda: Cause.NONE).first_failure
     assert failure is not None and failure.rank == 1
 
