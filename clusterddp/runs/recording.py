@@ -185,22 +185,31 @@ def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
 @contextmanager
 def alone(run: RunDirectory, created: bool) -> Iterator[None]:
     """Keeps other processes from submitting the run or starting its loop. Raises RunDirectoryError if one is doing so,
-    or if a job or process trains the run. ``created``: as for ``recorded``."""
+    or if a job or process trains the run. ``created``: as for ``recorded``. A new
+    directory without a record, as after Ctrl-C or on a full disk, is removed."""
     check_own(run.path, closed=True)
     with ExitStack() as claims:
-        try:
+        with _removed_without_job(run, created):
             other = claims.enter_context(submitting(run))
-        except OSError:  # such as a full disk
-            if created:
-                with suppress(OSError):
-                    _remove(run)
-            raise
         if other:
             raise _busy(run, other)
         check_not_held(run)
         if run.outcome() is None and loop_here(run):
             raise RunDirectoryError(f"{run} is held by a local run on this machine. Stop it with Ctrl-C first")
+        with _removed_without_job(run, created):
+            yield
+
+
+@contextmanager
+def _removed_without_job(run: RunDirectory, created: bool) -> Iterator[None]:
+    """Removes a new run directory, in which no job is recorded, if the body raises."""
+    try:
         yield
+    except BaseException:
+        if created and not exists(run.job_file):
+            with suppress(OSError):
+                _remove(run)
+        raise
 
 
 @contextmanager

@@ -331,14 +331,15 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     run, created = claim(run_dir, job)
     unlink(run.debug_file)  # of an earlier submission
     warn_of_unseen(run)
-    # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
-    with alone(run, created), signals_blocked(signal.SIGINT, signal.SIGHUP), recorded(run, job, created, content):
+    with alone(run, created):
         excluded = node_memory.left_out(run, job, lambda: slurm.usable_nodes(job.partition), time.time())
-        # A lost node may keep an earlier job of the run in COMPLETING.
-        job_id = batch.submit(fitted, run, Path.cwd(), excluded, lambda job: not lease.started(run, job))
-        lease.submitted(run, job_id)
-        unlink(run.loop_file)
-        show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
+        # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
+        with signals_blocked(signal.SIGINT, signal.SIGHUP), recorded(run, job, created, content):
+            # A lost node may keep an earlier job of the run in COMPLETING.
+            job_id = batch.submit(fitted, run, Path.cwd(), excluded, lambda job: not lease.started(run, job))
+            lease.submitted(run, job_id)
+            unlink(run.loop_file)
+            show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
 
 

@@ -429,18 +429,18 @@ def share(most: int | None, before: int, size: int, total: int) -> int | None:
 def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) -> str:
     """Records the members and submits them as one array. Restores everything if Slurm refuses it."""
     folder, names = sweep.folder, list(jobs)
+    job = jobs[names[0]]
+    usable = partial(slurm.usable_nodes, job.partition)
+    avoided = node_memory.avoided(folder.member(names[0]), job, (), usable, time.time())
     with ExitStack() as stack:
         with ThreadPoolExecutor(_WRITERS) as pool:
             for member in pool.map(partial(_member, sweep), jobs.items()):
                 stack.push(member)
         array = folder.next_array()
-        script = array_script(jobs[names[0]], array.path, len(names), running, Path.cwd())
+        script = array_script(job, array.path, len(names), running, Path.cwd())
         # On Ctrl-C between sbatch's answer and our record of it, the next command would have to ask for the job id.
         stack.enter_context(signals_blocked(signal.SIGINT, signal.SIGHUP))
         folder.prepare(array, names, script)
-        first = sweep.folder.member(names[0])
-        job = jobs[names[0]]
-        avoided = node_memory.avoided(first, job, (), lambda: slurm.usable_nodes(job.partition), time.time())
         job_id = _sbatch(array, exclusion.option(job.exclude, avoided))
         _record(folder, array, job_id)
     return job_id

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from clusterddp.failures import node_memory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 
@@ -28,12 +30,12 @@ entry.exit_with(lambda: bool(submission.submit_to_slurm(job, sys.argv[2])) * 0)
 
 
 def interrupted(
-    tmp_path: Path, sbatch: str, patience_s: float
+    tmp_path: Path, answer: str, patience_s: float, at: str = "sbatch"
 ) -> tuple[RunDirectory, subprocess.CompletedProcess[str]]:
-    """Submits a run with an sbatch that first sends Ctrl-C to its parent process."""
+    """Submits a run. One of Slurm's commands first sends Ctrl-C to its parent process."""
     programs, run = tmp_path / "bin", RunDirectory(tmp_path / "run")
     programs.mkdir()
-    for name, text in {"sbatch": f"kill -INT $PPID\n{sbatch}", "squeue": "exit 0"}.items():
+    for name, text in {"squeue": "exit 0", at: f"kill -INT $PPID\n{answer}"}.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
@@ -59,3 +61,13 @@ def test_an_answer_that_comes_soon_after_ctrl_c_is_recorded(tmp_path: Path) -> N
     run, done = interrupted(tmp_path, "echo 41", 60)
     assert done.returncode == 130, done.stderr
     assert [holder["job"] for holder in lease.holders(run)] == ["41"]
+
+
+def test_ctrl_c_ends_a_question_before_the_submission_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    """Two runs have failed on a node, so that sinfo is asked which nodes there are."""
+    for name in "ab":
+        lost = {"time": time.time(), "attempt": 0, "event": "node_lost", "node": "n2", "suspect": "n2"}
+        node_memory.remember(RunDirectory(tmp_path / name), "7", lost)
+    run, done = interrupted(tmp_path, "exec sleep 1000", 1000, at="sinfo")
+    assert done.returncode == 130, done.stderr
+    assert "may or may not" not in done.stderr and not run.path.exists()

@@ -5,7 +5,9 @@ Slurm is a fake that answers in the formats of its commands; on a cluster, sweep
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import threading
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
+from clusterddp.failures import node_memory
 from clusterddp.jobdef import code_snapshot
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -375,6 +378,22 @@ def test_an_array_that_was_not_submitted_is_made_again(slurm: Slurm) -> None:
     slurm.on_sbatch = lambda: None
     assert sweep("seed=0..2") == 0
     assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"]]
+
+
+def test_ctrl_c_ends_a_question_before_the_submission_at_once_and_leaves_no_member(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def interrupted(*_: object) -> list[str]:
+        asked.extend(path.name for path in Path("s").glob("seed=*"))
+        os.kill(os.getpid(), signal.SIGINT)
+        return []
+
+    monkeypatch.setattr(node_memory, "avoided", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep("seed=0..2")
+    assert asked == [] == [path.name for path in Path("s").glob("seed=*")] and not slurm.scripts
 
 
 def test_without_an_answer_nothing_is_undone_and_nothing_submitted(slurm: Slurm) -> None:
