@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -134,19 +134,25 @@ def _near_option(unknown: Sequence[str], name: str) -> str:
     _function(name, "add_arguments")(own)
     options = re.findall(r"--([\w-]+)", own.format_help())  # without dashes, which make any two options similar
     given = (word[2:].partition("=")[0] for word in unknown if word.startswith("--"))
-    similar = next((near for word in given if (near := get_close_matches(word, options, 1))), None)
-    return f"Did you mean --{similar[0]}? " if similar else ""
+    similar = next((near for word in given if (near := _misspelt(word, options))), None)
+    return f"Did you mean --{similar}? " if similar else ""
+
+
+def _misspelt(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is probably meant. It has the same first letter, and most others."""
+    alike = [one for one in known if one[:1] == word[:1]]
+    return next(iter(get_close_matches(word, alike, 1, 0.75)), None)
 
 
 def check_name(word: str) -> None:
     """Raises UsageError for a word that is not a command. The parser handles options."""
     if word in COMMANDS or word.startswith("-"):
         return
-    similar = get_close_matches(word, COMMANDS, 1)
+    similar = _misspelt(word, COMMANDS)
     if Path(word).suffix in (".py", ".yaml", ".yml"):
         hint = f"To run {word}, use `clusterddp submit {word}`"
     else:
-        hint = f"Did you mean {similar[0]}?" if similar else "See `clusterddp --help`"
+        hint = f"Did you mean {similar}?" if similar else "See `clusterddp --help`"
     raise UsageError(f"unknown command {word!r}. Available: {', '.join(COMMANDS)}. {hint}")
 
 

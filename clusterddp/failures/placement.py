@@ -77,7 +77,8 @@ def place(job: Job, allocated: Sequence[str], history: Events, start: Mapping[st
     """The placement of the next attempt in a job with the nodes ``allocated``.
 
     ``start``: job id and restarts, as in the event ``started``. What an attempt of this start of the job has moved to
-    stays. At first, nodes that failed this run in the last day become spares if there are others.
+    stays. At first, nodes that failed this run in the last day become spares if there are others. Those that the run's
+    jobs exclude, as a drained one, are left then: Slurm gives a requeued job its nodes again.
     """
     every = Placement(tuple(allocated), tuple(allocated))
     if not job.outlives_nodes:
@@ -85,12 +86,14 @@ def place(job: Job, allocated: Sequence[str], history: Events, start: Mapping[st
     this = (start.get("job"), start.get("restarts", 0))
     own = {event.attempt for event in history.all(Started) if (event.job, event.restarts) == this}
     moves = [event for event in history.all(Moved) if event.attempt in own]
+    excluded = exclusion.left_out(Events(event for event in history if event.attempt not in own), now)
+    left: list[str] = []
     if moves:
-        return every.moved(moves[-1].nodes, [node for event in moves for node in event.aside])
-    before = Events(event for event in history if event.attempt not in own)
-    doubtful = {*exclusion.failed(history, now), *exclusion.left_out(before, now)}
-    chosen = sorted(allocated, key=lambda node: node in doubtful)[: job.nodes]  # others keep their order
-    return every.moved(chosen, ())
+        chosen, left = list(moves[-1].nodes), [node for event in moves for node in event.aside]
+    else:
+        doubtful = {*exclusion.failed(history, now), *excluded}
+        chosen = sorted(allocated, key=lambda node: node in doubtful)[: job.nodes]  # others keep their order
+    return every.moved(chosen, [*left, *(node for node in excluded if node not in chosen)])
 
 
 def as_placed(job: Job, placement: Placement) -> Job:

@@ -194,7 +194,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
         given, values["script"] = values["script"], os.path.normpath((folder / values["script"]).absolute())
         # Path.is_file() raises OSError for a name that is too long.
         if not recorded and not os.path.isfile(values["script"]):  # noqa: PTH113
-            mistakes.append(Mistake(script.place, _why_no_file(given, folder)))
+            mistakes.append(Mistake(script.place, why_no_file("script", given, folder)))
     program = Path(values.get("script", "")).stem or values.get("module", "").rpartition(".")[2]
     values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
     given = {key: values.pop(key, None) for key in TRACKERS}
@@ -212,18 +212,18 @@ def _given_node(fields: Fields, name: str) -> Node | None:
     return node if node is not None and node.value is not None else None
 
 
-def _why_no_file(script: str, folder: Path) -> str:
-    """The mistake in a script that is not a file."""
-    path, where = folder / script, "" if Path(script).is_absolute() else f" in {folder.absolute()}"
+def why_no_file(key: str, name: str, folder: Path) -> str:
+    """The mistake in a key that names no file in the folder."""
+    path, where = folder / name, "" if Path(name).is_absolute() else f" in {folder.absolute()}"
     try:
         if path.is_dir():
-            return f"script {script!r} is a folder. Name a Python file"
+            return f"{key} {name!r} is a folder. Name a file"
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except (OSError, ValueError):
         names = []
     near = difflib.get_close_matches(path.name, names, 1)
-    hint = f". Did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
-    return f"script {script!r} not found{where}{hint}"
+    hint = f". Did you mean {str(Path(name).with_name(near[0]))!r}?" if near else ""
+    return f"{key} {name!r} not found{where}{hint}"
 
 
 def _check_device(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import itertools
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import KEYS as JOB_KEYS
 from clusterddp.jobdef.job import Job, best_metric
 from clusterddp.jobdef.kinds import INSTEAD_OF_KEY
-from clusterddp.jobdef.load import load_resolved, variants
+from clusterddp.jobdef.load import load_resolved, variants, why_no_file
 from clusterddp.jobdef.program import with_overrides
 from clusterddp.jobdef.secrets import is_secret, without_secrets
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, node_of
@@ -48,6 +49,7 @@ _RANGE = re.compile(r"(-?[0-9]{1,9})\.\.(-?[0-9]{1,9})", re.ASCII)
 def expanded(node: Node, mistakes: list[Mistake]) -> list[Node]:
     """The values of a key: those of a list, a single one, and the numbers of a range ``0..4``, which includes both."""
     values: list[Node] = []
+    before = len(mistakes)
     for item in node.value if isinstance(node.value, list) else [node]:
         match = _RANGE.fullmatch(item.text)
         if not match:
@@ -59,7 +61,7 @@ def expanded(node: Node, mistakes: list[Mistake]) -> list[Node]:
             mistakes.append(Mistake(item.place, f"expected {expected}, such as 0..4, got {item.text}"))
             continue
         values += [Node(number, str(number), item.place) for number in range(low, high + 1)]
-    if not values or (node.value is None and not node.text):
+    if len(mistakes) == before and (not values or (node.value is None and not node.text)):
         mistakes.append(Mistake(node.place, "expected a value, a list of values, or a range such as 0..4, got none"))
     return values
 
@@ -163,11 +165,13 @@ def read_definition(path: Path) -> Definition:
     if job is None or job.value is None or isinstance(job.value, list):
         wrong = "expected job: JOB.yaml, or job: with the keys of a job definition"
         mistakes.append(Mistake(job.place if job else place, wrong))
+    elif not isinstance(job.value, dict) and not os.path.isfile(path.parent / job.text):  # noqa: PTH113
+        mistakes.append(Mistake(job.place, why_no_file("job", job.text, path.parent)))
     grid, listed = get(fields, "grid"), get(fields, "members")
     if (grid is None) == (listed is None):
         mistakes.append(Mistake(place, "expected either grid: {KEY: [VALUES]} or members: [{KEY: VALUE}]"))
     members = [*_of_grid(grid, mistakes), *_of_list(listed, mistakes)]
-    if not members:
+    if not members and not mistakes:
         mistakes.append(Mistake(place, "this sweep has no members"))
     raise_mistakes(mistakes)
     assert job is not None

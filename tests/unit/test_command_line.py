@@ -32,12 +32,19 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
         "train.py",
         "jobs/net.yaml",
         "statsu",
-        "run",
     ],
 )
 def test_a_misspelled_command_gets_the_right_one_suggested(word: str) -> None:
     with raises(UsageError):
         command([word, "--nodes", "2"])
+
+
+@pytest.mark.parametrize("word", ["run", "tell"])
+def test_a_word_that_is_part_of_a_command_gets_no_suggestion(word: str) -> None:
+    """``prune`` and ``shell`` have most of its letters, and nothing to do with it."""
+    with raises(UsageError) as refused:
+        command([word, "runs/train-0"])
+    assert "Did you mean" not in str(refused.value)
 
 
 def test_a_script_option_before_the_dashes_gets_a_hint() -> None:

@@ -290,7 +290,7 @@ def test_a_program_is_needed(folder: Path) -> None:
     """Neither script nor module is a mistake of the whole file; a wrong one is not also a missing one."""
     assert mistakes(folder, "nodes: 2") == ["job.yaml: no program given. Add script: FILE.py or module: PACKAGE.MODULE"]
     assert len(mistakes(folder, "script: [a]")) == 1
-    assert mistakes(folder, "script: .") == ["job.yaml:1:9: script '.' is a folder. Name a Python file"]
+    assert mistakes(folder, "script: .") == ["job.yaml:1:9: script '.' is a folder. Name a file"]
     (found,) = mistakes(folder, "module: train.py:main")
     assert "expected a module such as package.train" in found
 

@@ -130,6 +130,16 @@ def test_an_attempt_starts_where_the_one_before_has_moved_to() -> None:
     assert place(SPARE, allocated[:3], view([STARTED, *FAILED]), START, 4.0).nodes == ("n1", "n2", "n3")
 
 
+def test_a_drained_node_that_slurm_gives_the_next_job_is_left_and_no_spare() -> None:
+    """Unless the job has too few others."""
+    drained = {"event": "requested", "attempt": 0, "time": 2.0, "request": "drain", "nodes": ["n2"]}
+    again, moved = {"job": "7", "restarts": 1}, {**MOVED, "attempt": 1, "aside": ["n1"], "nodes": ["n3", "n4"]}
+    assert place(SPARE, ALL[:4], view([STARTED, drained]), again, 4.0) == at("n1 n3 n4", "n1 n2 n3 n4", "n2")
+    assert place(SPARE, ALL[:3], view([STARTED, drained]), again, 4.0) == at("n1 n2 n3", "n1 n2 n3")
+    later = [STARTED, drained, {**STARTED, **again, "attempt": 1}, moved]
+    assert place(replace(RANGE, spare_nodes=1), ALL[:4], view(later), again, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
+
+
 def test_a_node_that_was_left_stays_idle_after_the_next_move() -> None:
     """A further move would put ranks back on a bad node."""
     job, again = replace(RANGE, spare_nodes=1), {**MOVED, "attempt": 1, "aside": ["n1"], "nodes": ["n3", "n4"]}

@@ -33,6 +33,8 @@ BASE = Job(name="train", script="/work/train.py", args=("--epochs", "3"), device
 def written(folder: Path, text: str) -> Path:
     path = folder / "sweep.yaml"
     path.write_text(text)
+    for job in ("t.yaml", "train.yaml"):
+        (folder / job).touch()
     return path
 
 
@@ -58,6 +60,8 @@ def test_members_can_be_listed(tmp_path: Path) -> None:
     [
         "grid: {seed: 0..1}",
         "job: t.yaml\n",
+        "job: t.yml\ngrid: {seed: 1}",
+        "job: .\ngrid: {seed: 1}",
         "job: t.yaml\ngrid: {seed: 1}\nmembers: [{seed: 1}]",
         "job: t.yaml\ngrid: {}",
         "job: t.yaml\ngrid: {seed: []}",
