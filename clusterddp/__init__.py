@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.version import __version__
+
 if TYPE_CHECKING:
     from clusterddp import environment as environment
     from clusterddp import errors as errors
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from clusterddp.training.script_loop import requeue as requeue
     from clusterddp.training.script_loop import stop_requested as stop_requested
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointFolder",
     "Checkpointing",

@@ -27,8 +27,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from clusterddp.errors import ClusterddpError, RunFailed, SlurmError, UsageError
 from clusterddp.jobdef.job import KEYS
+from clusterddp.jobdef.masking import MASK, is_secret
 from clusterddp.jobdef.program import hydra_text
-from clusterddp.jobdef.secrets import MASK, is_secret
 
 if TYPE_CHECKING:
     from clusterddp.jobdef.job import Job

@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from clusterddp import __version__
 from clusterddp.errors import UsageError
 from clusterddp.reporter import show
+from clusterddp.version import __version__
 
 COMMANDS = {
     "submit": "start a run or a sweep, or continue one",

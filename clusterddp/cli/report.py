@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp import __version__
 from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.history.codec import sentence
@@ -23,6 +22,7 @@ from clusterddp.rundir.summary import summarize
 from clusterddp.runs import progress_display
 from clusterddp.runs.sweep_members import Found, compare
 from clusterddp.slurm.run_states import run_states
+from clusterddp.version import __version__
 
 _WORDS = Words(sentence, progress_display.described)
 

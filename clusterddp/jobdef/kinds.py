@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.jobdef import yaml12
-from clusterddp.jobdef.secrets import is_secret
+from clusterddp.jobdef.masking import is_secret
 from clusterddp.keys.kinds import (
     SCALAR,
     Schema,

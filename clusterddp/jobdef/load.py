@@ -17,19 +17,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import clusterddp
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.configuration_files import with_preset, with_site
 from clusterddp.jobdef.job import KEYS, Job, written
 from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, Placeholders
-from clusterddp.jobdef.secrets import MASK, is_secret, revealed, without_secrets
+from clusterddp.jobdef.masking import MASK, is_secret
+from clusterddp.jobdef.secrets import revealed, without_secrets
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged, node_of
 from clusterddp.keys.node import Fields, Key, Mistake, Node, Place, raise_mistakes
 from clusterddp.keys.table import Entry, Section, collections, read_fields
 from clusterddp.reporter import counted
 from clusterddp.rundir.files import open_binary
 from clusterddp.trackers.registry import TRACKERS
+from clusterddp.version import __version__
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
 RUN_FORMAT = 1
@@ -77,7 +78,7 @@ def _definition(path: Path, section: str | None, mistakes: list[Mistake]) -> Fie
     given = get(fields, "format")
     if given is not None and given.value != RUN_FORMAT:
         raise RunDirectoryError(
-            f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}. A "
+            f"{path} has run format {given.text}, but clusterddp {__version__} reads format {RUN_FORMAT}. A "
             "newer version recorded this run. To continue it, upgrade clusterddp"
         )
     fields = {key: node for key, node in fields.items() if key != "format"}

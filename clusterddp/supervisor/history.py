@@ -20,7 +20,7 @@ from clusterddp.history.beginnings import Training
 from clusterddp.history.codec import decode, sentence
 from clusterddp.history.event import Event
 from clusterddp.history.view import RunView
-from clusterddp.jobdef.secrets import masked
+from clusterddp.jobdef.masking import masked
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.json_lines import drop_torn_line

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from clusterddp import __version__
 from clusterddp.failures.exclusion import may_exclude
 from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped
@@ -32,6 +31,7 @@ from clusterddp.supervisor.attempt_state import (
     Stop,
     Timer,
 )
+from clusterddp.version import __version__
 
 #: How long ranks may take to answer, in seconds. They do so in a separate thread.
 ANSWER_S = 5.0

@@ -40,7 +40,7 @@ from clusterddp.history.beginnings import OwnResume
 from clusterddp.history.checkpoints import SavedItself
 from clusterddp.history.view import AttemptView
 from clusterddp.history.words import at_step
-from clusterddp.jobdef.secrets import masked
+from clusterddp.jobdef.masking import masked
 from clusterddp.messages import End, Left
 from clusterddp.reporter import counted, printable
 from clusterddp.rundir.files import open_binary

@@ -30,8 +30,10 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.log_reduction import Receiver, Sender
 from clusterddp.training.logged_values import Logged
 from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
-from clusterddp.training.stopping import CAUTION
 from clusterddp.worker import control_channel
+
+#: How much longer than the last save one may take, on a shared disk.
+CAUTION = 1.5
 
 
 def metric_or_part(best: Any) -> tuple[str | None, dict[str, Any]]:
@@ -367,6 +369,11 @@ class Saver:
             raise {"Superseded": Superseded}.get(verdict["error"], CheckpointError)(verdict["message"])
         return Committed(**verdict)
 
+    @property
+    def longest_save_s(self) -> float:
+        """The longest that a save may take, to judge by the last one."""
+        return CAUTION * self.last_save_s
+
     def finish_newest(self) -> int | None:
         """The step of the newest checkpoint, for rank 0, called by a different thread when the main one hangs.
 
@@ -374,7 +381,7 @@ class Saver:
         """
         waiting = device_thread(self._group.device, self._finish, name="last save")
         waiting.start()
-        waiting.join(1.0 + CAUTION * self.last_save_s)
+        waiting.join(1.0 + self.longest_save_s)
         return self._committed
 
     def _finish(self) -> None:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 MARGIN_S = 3.0
 #: The request's key in the store.
 _KEY = "agreement"
-#: How much longer than the last save one may take, on a shared disk.
-CAUTION = 1.5
 
 
 class Deadline:
@@ -58,12 +56,15 @@ class Deadline:
         self._lock = threading.Lock()
         self._over = False
 
-    def begin(self, reason: str, last_save_s: float) -> None:
-        """A stop has been requested, perhaps not the first. ``act`` is called with the seconds since then."""
+    def begin(self, reason: str, save_s: float) -> None:
+        """A stop has been requested, perhaps not the first. ``act`` is called with the seconds since then.
+
+        ``save_s``: the longest that a save may take.
+        """
         if (notice_s := self._notices.get(reason.removeprefix("signal "))) is None:
             return
         # If a save may take most of the grace period, the step still gets half of it, which only a hanging one needs.
-        wait_s = max(notice_s / 2, notice_s - MARGIN_S - CAUTION * last_save_s)
+        wait_s = max(notice_s / 2, notice_s - MARGIN_S - save_s)
         timer = threading.Timer(wait_s, self._act_unless_over, args=(time.monotonic(),))
         timer.daemon = True
         with self._lock:
@@ -294,7 +295,7 @@ class Stopping:
     def _on_request(self, reason: str) -> None:
         """Rank 0 waits for the end of the step no longer than the grace period allows."""
         if self._rank == 0 and self.saver is not None and self.saver.saves:
-            self.deadline.begin(reason, self.saver.last_save_s)
+            self.deadline.begin(reason, self.saver.longest_save_s)
 
     def _on_handler_replaced(self, number: signal.Signals, handler: object) -> None:
         name, of_script = number.name.removeprefix("SIG"), described(handler)

@@ -172,7 +172,7 @@ def _debug(run: RunDirectory, rank: int) -> None:
 
 def whole_command(command: list[str], run: RunDirectory) -> list[str]:
     """The script and its arguments. Secret arguments are masked on the command line and are read from the job."""
-    from clusterddp.jobdef.secrets import MASK
+    from clusterddp.jobdef.masking import MASK
 
     if not any(word.endswith(MASK) for word in command):
         return command
@@ -504,7 +504,7 @@ def _mark(marks: Path, process: int) -> None:
 
 def _short(text: str, longest: int) -> str:
     """A text with secrets masked, then truncated, because truncating first could leave a part of one."""
-    from clusterddp.jobdef.secrets import known_secrets, masked
+    from clusterddp.jobdef.masking import known_secrets, masked
 
     secrets = known_secrets(os.environ, [str(word) for word in sys.argv or ()])
     return control_channel.clip(masked(text, secrets), longest)

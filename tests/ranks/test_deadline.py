@@ -47,7 +47,7 @@ def deadline(acted: tuple[threading.Event, list[float]], **notices: float) -> De
 
 
 def test_the_deadline_is_the_notice_less_the_last_save(acted: Any) -> None:
-    deadline(acted, TERM=4.0).begin("signal TERM", last_save_s=0.5)
+    deadline(acted, TERM=4.0).begin("signal TERM", save_s=0.75)
     assert acted[0].wait(30)
     assert acted[1][0] >= 2.0  # half of the notice at least, however long a save takes
 
@@ -55,11 +55,11 @@ def test_the_deadline_is_the_notice_less_the_last_save(acted: Any) -> None:
 def test_a_stop_that_has_begun_and_a_reason_without_a_notice_have_no_deadline(acted: Any) -> None:
     begun = deadline(acted, TERM=0.0)
     begun.end()
-    begun.begin("signal TERM", last_save_s=0.0)
-    deadline(acted, TERM=0.0).begin("asked for by the script", last_save_s=0.0)
+    begun.begin("signal TERM", save_s=0.0)
+    deadline(acted, TERM=0.0).begin("asked for by the script", save_s=0.0)
     ended = threading.Event()
     other = deadline((ended, []), TERM=0.0)
-    other.begin("signal TERM", last_save_s=0.0)  # begun after the others, at once: by its end they would have acted
+    other.begin("signal TERM", save_s=0.0)  # begun after the others, at once: by its end they would have acted
     assert ended.wait(30)
     assert not acted[0].is_set()
 
@@ -69,7 +69,7 @@ def test_of_several_notices_the_nearest_end_counts_once(acted: Any, reasons: tup
     """Slurm does not wait for the longer one."""
     several = deadline(acted, USR2=900.0, TERM=0.0)
     for reason in ("clusterddp stop", *reasons, "TERM"):
-        several.begin(f"signal {reason}", last_save_s=0.0)
+        several.begin(f"signal {reason}", save_s=0.0)
     assert acted[0].wait(30)
     wait_until(lambda: not any(timer.is_alive() for timer in several._timers if timer.interval == 0.0), "both timers")
     assert len(acted[1]) == 1

@@ -31,7 +31,8 @@ from clusterddp import process, reporter
 from clusterddp.checkpoint.store import Checkpoint
 from clusterddp.cli import steering
 from clusterddp.errors import RunDirectoryError
-from clusterddp.jobdef import secrets
+from clusterddp.jobdef import masking
+from clusterddp.jobdef import secrets as job_secrets
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, json_lines, ownership, records, run_directory, schemas
@@ -400,7 +401,9 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "for_parsing", lambda _: {}  # the model's answers do not depend on the environment
     yield commands, "cluster_name", lambda _: CLUSTER
     yield preemption_policy, "policy", policy
-    yield secrets, "is_secret", cache(secrets.is_secret)
+    is_secret = cache(masking.is_secret)
+    yield masking, "is_secret", is_secret
+    yield job_secrets, "is_secret", is_secret
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield json_lines, "parse", _parsed_line
     yield json_lines, "parsed", _parsed

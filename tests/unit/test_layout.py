@@ -34,19 +34,19 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imported(path: Path, in_functions: bool) -> set[str]:
-    """The modules of clusterddp that a file imports; imports for the type checker alone do not count."""
+def imported(path: Path, everywhere: bool) -> set[str]:
+    """The modules of clusterddp that a file imports. ``everywhere``: also in functions, and for the type checker."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            if not everywhere and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 continue
             if isinstance(child, ast.Import):
                 found.update(name for alias in child.names if (name := known(alias.name)))
             elif isinstance(child, ast.ImportFrom) and child.module:
                 found.update(known(f"{child.module}.{alias.name}") or known(child.module) for alias in child.names)
-            elif in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            elif everywhere or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 visit(child)
 
     visit(ast.parse(path.read_text()))
@@ -59,9 +59,9 @@ def known(name: str) -> str:
     return name if name in MODULES else ""
 
 
-def imports(in_functions: bool) -> dict[str, set[str]]:
+def imports(everywhere: bool) -> dict[str, set[str]]:
     """Which module imports which."""
-    return {name: imported(path, in_functions) - {name} for name, path in MODULES.items()}
+    return {name: imported(path, everywhere) - {name} for name, path in MODULES.items()}
 
 
 def by_room(graph: Graph) -> dict[str, set[str]]:
@@ -86,17 +86,17 @@ def layers(graph: Graph) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("in_functions", [True, False])
-def test_no_imports_form_a_circle(in_functions: bool) -> None:
-    """Neither between modules nor between packages, imports inside functions included."""
-    graph = imports(in_functions)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_no_imports_form_a_circle(everywhere: bool) -> None:
+    """Neither between modules nor between packages, imports in functions and for the type checker included."""
+    graph = imports(everywhere)
     layers(graph)
     layers(by_room(graph))
 
 
 def test_the_python_api_is_below_the_command_line() -> None:
     """It uses the same functions, and none of the options and tables."""
-    graph, used, seen = imports(in_functions=True), {"api"}, set[str]()
+    graph, used, seen = imports(everywhere=True), {"api"}, set[str]()
     while new := used - seen:
         seen |= new
         used |= {other for name in new for other in graph[name]}
@@ -113,7 +113,7 @@ def test_the_architecture_names_no_file_that_does_not_exist() -> None:
 
 def without_torch() -> set[str]:
     """Login nodes, the supervisor, the rank's own entry and the writer, with everything that they load."""
-    graph = imports(in_functions=False)
+    graph = imports(everywhere=False)
     found = {name for name in MODULES if name.split(".")[0] not in WITH_TORCH or name == WRITER}
     while more := {other for name in found for other in graph[name]} - found:
         found |= more

@@ -24,16 +24,8 @@ from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.load import list_differences
-from clusterddp.jobdef.secrets import (
-    MASK,
-    _forms,
-    is_secret,
-    known_secrets,
-    masked,
-    secret_values,
-    with_secrets,
-    without_secrets,
-)
+from clusterddp.jobdef.masking import MASK, _forms, is_secret, known_secrets, masked
+from clusterddp.jobdef.secrets import secret_values, with_secrets, without_secrets
 from clusterddp.rundir import run_directory
 from clusterddp.rundir.files import write_atomically, write_json
 from clusterddp.rundir.ownership import check_own
