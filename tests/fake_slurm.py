@@ -17,6 +17,7 @@ from clusterddp.slurm import commands
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import Notice
+from clusterddp.supervisor.launcher import LocalLauncher
 
 #: What a submission asks about a cluster of one node without GPUs.
 SMALL_CLUSTER = {
@@ -197,6 +198,12 @@ class NoRanks:
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
         return {}
+
+
+class RanksHere(LocalLauncher):
+    """Ranks of a launcher in the tests' process, of which other tests may have children."""
+
+    def end_orphans(self) -> None: ...
 
 
 class FakeRanks(NoRanks):

@@ -259,7 +259,7 @@ class _Reading:
             _read_into(self._file(), piece, self._head.start + at)
             sum_ = zlib.crc32(piece, sum_)
             if isinstance(into, int):
-                _write_at(into, piece, at)
+                write_at(into, piece, at)
             at += len(piece)
         return sum_
 
@@ -327,7 +327,7 @@ def _reads_back(file: int, place: int, data: memoryview) -> bool:
     return True
 
 
-def _write_at(file: int, data: memoryview, position: int) -> None:
+def write_at(file: int, data: memoryview, position: int) -> None:
     while data:
         count = os.pwrite(file, data, position)
         data, position = data[count:], position + count

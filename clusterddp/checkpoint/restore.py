@@ -69,7 +69,7 @@ class HostMemory:
     def open(cls, size: int, address: Sequence[int]) -> HostMemory:
         """On a rank other than the leader: the leader's memory, if it is on this host and can be opened."""
         host, pid, number, inode = address
-        return cls(size, _open(pid, number, inode) if host == own_facts()[0] else None)
+        return cls(size, open_memory(pid, number, inode) if host == own_facts()[0] else None)
 
     @property
     def address(self) -> list[int]:
@@ -161,7 +161,7 @@ def _create(size: int) -> int | None:
     return file
 
 
-def _open(pid: int, number: int, inode: int) -> int | None:
+def open_memory(pid: int, number: int, inode: int) -> int | None:
     """The file of another process. None, with a message, if it cannot be opened."""
     if number < 0:
         return None

@@ -180,7 +180,7 @@ def check_nodes(folder: RunDirectory) -> int:
 
     def save(over: bool = False) -> None:
         statuses = launcher.exit_statuses() if over else {}
-        why = lambda rank: _why(folder.logs / f"rank-{rank}.err", statuses.get(rank))  # noqa: E731
+        why = lambda rank: how_ended(folder.logs / f"rank-{rank}.err", statuses.get(rank))  # noqa: E731
         write_json(file, results(nodes, job.ranks_per_node, conductor.probes, over, statuses, why), mode=0o600)
 
     def wait() -> None:
@@ -217,7 +217,7 @@ def _environment(job: Job, server: ProbeServer) -> dict[str, str]:
     }
 
 
-def _why(log: Path, status: ExitStatus | None) -> str:
+def how_ended(log: Path, status: ExitStatus | None) -> str:
     """How the probe ended according to srun, and the last line of its error output."""
     ended = "" if status is None else status.words() if status.exit_code is None else f"exit code {status.exit_code}"
     try:

@@ -80,7 +80,7 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
         job_id = queue.submit(script, "--no-requeue")
         show(f"doctor: submitted job {job_id} with {job.shape}")
         try:
-            return nodes_of(_await_results(job_id, folder))
+            return nodes_of(await_results(job_id, folder))
         finally:
             end_job(job_id)
 
@@ -100,10 +100,13 @@ def job_of(arguments: argparse.Namespace) -> Job:
     return dataclasses.replace(job, gpus_per_node=min(filter(None, counts), default=1))
 
 
-def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
-    """The job's results, once it is over. Prints why it waits, whenever that changes."""
+def await_results(job_id: str, folder: RunDirectory, queue_s: float = QUEUE_S, ask_s: float = ASK_S) -> dict[str, Any]:
+    """The job's results, once it is over. Prints why it waits, whenever that changes.
+
+    ``queue_s``: how long it may wait in the queue. ``ask_s``: between two questions to Slurm.
+    """
     file, said, ended_at = folder.path / RESULTS_FILE, "", None
-    deadline = time.monotonic() + QUEUE_S
+    deadline = time.monotonic() + queue_s
     while True:
         found = read_json(file)
         if found and found["over"]:
@@ -121,10 +124,10 @@ def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
             said = words
         if job and state == "PENDING" and time.monotonic() > deadline:
             raise SlurmError(
-                f"job {job_id} did not start within {QUEUE_S / 60:.0f} minutes ({waiting(job) or 'no reason given'}) "
+                f"job {job_id} did not start within {queue_s / 60:.0f} minutes ({waiting(job) or 'no reason given'}) "
                 "and was cancelled. Try fewer nodes, or a different partition with -p"
             )
-        time.sleep(ASK_S)
+        time.sleep(ask_s)
 
 
 def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> str:

@@ -187,14 +187,14 @@ def together(ranks: RankEnvironment, place: Place, where: Path, first_host: str)
     yield guarded("all-reduce", NETWORK, lambda: reduced(ranks, place, _device(ranks)))
 
 
-def visible(where: Path, nodes: Sequence[str]) -> Check:
-    """Whether the files that the other nodes have written appear here."""
+def visible(where: Path, nodes: Sequence[str], within_s: float = VISIBLE_S) -> Check:
+    """Whether the files that the other nodes have written appear here in time."""
     started = time.monotonic()
-    missing = clock.unseen({_mark(where, node): node for node in nodes}, VISIBLE_S)
+    missing = clock.unseen({_mark(where, node): node for node in nodes}, within_s)
     seconds = time.monotonic() - started
     if missing:
         names = ", ".join(node for node in nodes if _mark(where, node) in missing)
-        found = f"files that {names} wrote into {where.parent} did not appear within {VISIBLE_S:g} s"
+        found = f"files that {names} wrote into {where.parent} did not appear within {within_s:g} s"
         return failed("visible", found, "set CLUSTERDDP_RUNS to a folder that all nodes share")
     return ok("visible", f"sees the files of {counted(len(nodes), 'node')}", seconds=round(seconds, 4))
 

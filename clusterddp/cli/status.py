@@ -89,7 +89,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         *[*_progress(summary, state, now), *_own_checkpoint(summary, history, now), *_best(events)],
         *(_slow(intervals) if state.word not in OVER else []),
         *(_gpus(intervals) if state.word == "running" else []),
-        *[*_nodes(job, summary, state, history), *_excluded(job, history, now)],
+        *[*_nodes(job, summary, state, history), *excluded_nodes(job, history, now)],
         *overview(summary.run),
     ]
     return [one_line(f"{name:9} {words}") for name, words in facts]
@@ -211,7 +211,7 @@ def _nodes(job: Job, summary: Summary, state: RunState, history: RunView) -> Seq
     return [*lines, ("idle", ", ".join(idle))] if idle else lines
 
 
-def _excluded(job: Job, history: RunView, now: float) -> Sequence[Fact]:
+def excluded_nodes(job: Job, history: RunView, now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
     failed = exclusion.excluded(history, now)
     wanted = [node for node in exclusion.left_out(history, now) if node not in failed]

@@ -38,7 +38,7 @@ Sample: TypeAlias = tuple[Any, ...]
 
 Indices = npt.NDArray[np.int64]
 #: Samples that are drawn in one call, where shares are small.
-_AT_ONCE = 4096
+AT_ONCE = 4096
 
 #: Samples, transposed: all epochs, all indices, and all draws if there are some.
 Columns: TypeAlias = Sequence[Sequence[Any]]
@@ -117,7 +117,7 @@ class ArrayOrder(BoundOrder):
         """Draws small shares together, up to an epoch, because a call takes 40 us for few places and 140 for 4096 in
         the usual order.
         """
-        at_once = max(1, min(_AT_ONCE // size, self.length // stride))
+        at_once = max(1, min(AT_ONCE // size, self.length // stride))
         places = (np.arange(at_once)[:, None] * stride + np.arange(size)).ravel()
         for first in itertools.count(start, at_once * stride):
             columns = self._drawn(first, places)

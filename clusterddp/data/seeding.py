@@ -27,7 +27,7 @@ from clusterddp.data import randomness
 from clusterddp.data.sample_order import Columns
 
 #: Any constant: from it the fixed states are made.
-_FIXED = randomness.hash32("unused")
+FIXED = randomness.hash32("unused")
 
 
 class Generator(Protocol):
@@ -44,7 +44,7 @@ class _Torch:
     """The state is taken after a draw, which computes the next 624 numbers, because copying them is faster."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(_FIXED)
+        generator = torch.Generator().manual_seed(FIXED)
         torch.rand((), generator=generator)
         self._state = generator.get_state()
         self._number = torch.empty((), dtype=torch.float64, device="cpu")
@@ -62,7 +62,7 @@ class _Python:
     """Of the module ``random``."""
 
     def __init__(self) -> None:
-        generator = random.Random(_FIXED)
+        generator = random.Random(FIXED)
         generator.random()
         self._state, self._next = generator.getstate(), generator.random()
         self.seed = random.seed
@@ -78,11 +78,11 @@ class _Numpy:
     """Setting a state takes longer than seeding."""
 
     def __init__(self) -> None:
-        self._next = np.random.RandomState(_FIXED).random_sample()
+        self._next = np.random.RandomState(FIXED).random_sample()
         self.seed = np.random.seed
 
     def watch(self) -> None:
-        np.random.seed(_FIXED)
+        np.random.seed(FIXED)
 
     def drew(self) -> bool:
         return bool(np.random.random() != self._next)

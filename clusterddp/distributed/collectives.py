@@ -150,10 +150,10 @@ class Hosts:
 
 def own_facts() -> list[int]:
     """This rank's host, as a number, and process id."""
-    return [_host(), os.getpid()]
+    return [own_host(), os.getpid()]
 
 
-def _host() -> int:
+def own_host() -> int:
     """Equal for two ranks that can open each other's files in /proc: one kernel, one PID namespace, one user."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

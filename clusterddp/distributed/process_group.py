@@ -249,6 +249,25 @@ def nccl_settings(version: str, deterministic: bool) -> dict[str, str]:
     return settings
 
 
+def claim_gpu(store: Store, rank: int, gpu: str, mig: bool, host: str) -> None:
+    """NCCL needs one GPU per rank. With two ranks on one it fails with 'Duplicate GPU detected' at best.
+
+    ``gpu`` identifies it, ``mig``: the ranks have parts of GPUs. Raises DeviceError if another rank has claimed it.
+    """
+    holder = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
+    if holder == str(rank):
+        return
+    if mig:
+        raise DeviceError(
+            f"ranks {holder} and {rank} have MIG devices of the same GPU on node {host}, but NCCL connects only "
+            "different GPUs. Set backend: gloo, or use one MIG device of each GPU"
+        )
+    raise DeviceError(
+        f"ranks {holder} and {rank} see the same single GPU on node {host}. Request one GPU per rank "
+        "(--gpus-per-node, without a --gpu-bind that gives several tasks the same one)"
+    )
+
+
 class ProcessGroup:
     """The default process group of torch.distributed, and the attempt's store.
 
@@ -279,7 +298,11 @@ class ProcessGroup:
             self.store.set(f"{_GPU_NAME}/{self.rank}", torch.cuda.get_device_properties(device).name)
 
     def _make(self) -> None:
-        self._refuse_shared_gpu(socket.gethostname())
+        if self.over_nccl and self.world_size > 1:
+            # MIG devices have different UUIDs, but NCCL identifies a GPU by its PCI address.
+            mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+            mine = pci_address(self.device) if mig else gpu_identity(self.device)
+            claim_gpu(self.store, self.rank, mine, mig, socket.gethostname())
         os.environ.update(flight_recorder(torch.__version__, os.environ))
         if self.over_nccl:
             for name, value in nccl_settings(torch.__version__, torch.are_deterministic_algorithms_enabled()).items():
@@ -385,22 +408,3 @@ class ProcessGroup:
             for graph in live_graphs():  # NCCL waits until each graph with a collective is destroyed
                 graph.reset()
         self._destroy()
-
-    def _refuse_shared_gpu(self, host: str) -> None:
-        """NCCL needs one GPU per rank. With two ranks on one it fails with 'Duplicate GPU detected' at best."""
-        if not self.over_nccl or self.world_size == 1:
-            return
-        # MIG devices have different UUIDs, but NCCL identifies a GPU by its PCI address.
-        mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
-        mine = pci_address(self.device) if mig else gpu_identity(self.device)
-        holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()
-        if holder != str(self.rank):
-            if mig:
-                raise DeviceError(
-                    f"ranks {holder} and {self.rank} have MIG devices of the same GPU on node {host}, but NCCL "
-                    "connects only different GPUs. Set backend: gloo, or use one MIG device of each GPU"
-                )
-            raise DeviceError(
-                f"ranks {holder} and {self.rank} see the same single GPU on node {host}. Request one GPU per rank "
-                "(--gpus-per-node, without a --gpu-bind that gives several tasks the same one)"
-            )

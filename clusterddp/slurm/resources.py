@@ -58,7 +58,7 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
     if job.expedite_requeue and not policy.expedites:
         job = dataclasses.replace(job, expedite_requeue=False)
         remarks.append("expedite_requeue: this cluster does not allow it, so Slurm holds a requeued job as usual")
-    return job, [*_exported(job), *remarks, policy.sentence(job)]
+    return job, [*variables_of_sbatch(job), *remarks, policy.sentence(job)]
 
 
 def fits(job: Job, node: NodeShape) -> bool:
@@ -184,7 +184,7 @@ def bound_gpus(job: Job) -> list[str]:
     ]
 
 
-def _exported(job: Job) -> list[str]:
+def variables_of_sbatch(job: Job) -> list[str]:
     """Which variables sbatch takes options from, and which not, because the job definition states these options."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)}
     if not found:

@@ -25,10 +25,6 @@ from clusterddp.rundir.files import create_file, finite
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 
-#: The longest that a call may take.
-TIMEOUT_S = 10.0
-#: The longest that running calls delay a preempting job.
-HANDOVER_S = 0.25
 _PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
 
 
@@ -47,12 +43,17 @@ class Hook:
     """Calls the hook of a job, if it has one: the user's command, with an event of the run as JSON on standard input.
 
     A call never delays the ranks or changes the run: it has a separate thread and session, its output goes to
-    ``logs/hook.log``, and a failure is a message. A call is killed after ``TIMEOUT_S``. Before this process exits, it
-    waits for running calls as long, but only ``HANDOVER_S`` if a preempting job waits for the nodes. On a preemption
+    ``logs/hook.log``, and a failure is a message. A call is killed after ``timeout_s``. Before this process exits, it
+    waits for running calls as long, but only ``handover_s`` if a preempting job waits for the nodes. On a preemption
     the hook is therefore called as soon as the controller confirms it, while the ranks save.
 
     ``hurry``: whether a preempting job waits for this process to exit.
     """
+
+    #: The longest that a call may take.
+    timeout_s = 10.0
+    #: The longest that running calls delay a preempting job.
+    handover_s = 0.25
 
     def __init__(self, run: RunDirectory, job: Job, attempt: int, hurry: bool = False) -> None:
         self._run, self._job, self._attempt, self._hurry = run, job, attempt, hurry
@@ -83,7 +84,7 @@ class Hook:
         begun = time.monotonic()
         for word, thread in self._calls:
             soon = word == "resumed" or (self._hurry and "preempted" in self._called)
-            thread.join(max(0.0, (HANDOVER_S if soon else TIMEOUT_S + 1) - (time.monotonic() - begun)))
+            thread.join(max(0.0, (self.handover_s if soon else self.timeout_s + 1) - (time.monotonic() - begun)))
             if thread.is_alive() and word in self._processes:
                 say(
                     f"killed the hook ({word!r}), because it was still running when this job had to end. "
@@ -108,19 +109,19 @@ class Hook:
             return
         self._processes[word] = process
         with ending_alone(process.pid):
-            problem = _wait(process, word, (json.dumps(finite(values)) + "\n").encode())
+            problem = _wait(process, word, (json.dumps(finite(values)) + "\n").encode(), self.timeout_s)
         if problem and self._processes.pop(word, None):  # else `finish` killed it
             say(f"{problem}. Its output is in {self._run.hook_log}")
 
 
-def _wait(process: subprocess.Popen[bytes], word: str, values: bytes) -> str | None:
+def _wait(process: subprocess.Popen[bytes], word: str, values: bytes, timeout_s: float) -> str | None:
     """Waits for a call. Returns the message if it failed."""
     try:
-        process.communicate(values, timeout=TIMEOUT_S)
+        process.communicate(values, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         _kill(process)
         process.wait()
-        return f"hook timed out after {TIMEOUT_S:.0f} s ({word!r})"
+        return f"hook timed out after {timeout_s:.0f} s ({word!r})"
     if process.returncode < 0:
         return f"hook was killed by signal {-process.returncode} ({word!r})"
     return f"hook failed with exit code {process.returncode} ({word!r})" if process.returncode else None

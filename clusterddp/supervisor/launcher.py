@@ -279,7 +279,7 @@ class LocalLauncher:
                 self._exit_statuses[ended] = replace(ExitStatus.of_code(code), oom_kill=oom_kill)
                 first = first or (code if code > 0 else 128 - code)
                 self.failed(ended)
-        _end_orphans()
+        self.end_orphans()
         return first or (1 if left else 0)
 
     def _wait_for(self, rank: int) -> None:
@@ -290,16 +290,16 @@ class LocalLauncher:
         """From waitpid."""
         return self._exit_statuses
 
+    def end_orphans(self) -> None:
+        """Kills processes that killed ranks left running, as Slurm does at the end of a step: all that this process
+        has started. A running save completes."""
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def _signal_all(self, signum: int) -> None:
         for process in self._ranks.values():
             process.send_signal(signum)
-
-
-def _end_orphans() -> None:
-    """Kills processes that killed ranks left running, as Slurm does at the end of a step. A running save completes."""
-    for pid in descendants(os.getpid()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def local_variables(job: Job, rank: int) -> dict[str, str]:

@@ -122,7 +122,7 @@ class MlflowRun:
         self._metric = entities.Metric
         self._sent = sent
         run = self._own_run(options)
-        self._id = run.info.run_id
+        self.run_id = run.info.run_id
         #: The first step that MLflow may lack.
         self.first = sent.step
         self._last = {metric.key: metric.step for metric in run.data._metric_objs}
@@ -130,8 +130,8 @@ class MlflowRun:
         missing = {_ODD.sub("_", name): value for name, value in options["config"].items()}
         params = [entities.Param(name, str(value)) for name, value in missing.items() if name not in run.data.params]
         for begin in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])
-        self._client.update_run(self._id, "RUNNING")
+            self._client.log_batch(self.run_id, params=params[begin : begin + MOST_PARAMS])
+        self._client.update_run(self.run_id, "RUNNING")
 
     def _own_run(self, options: Mapping[str, Any]) -> Any:
         """The run in MLflow: that of earlier attempts, or a new one."""
@@ -171,7 +171,7 @@ class MlflowRun:
 
     def _send(self) -> None:
         for begin in range(0, len(self._metrics), self.most_metrics):
-            self._client.log_batch(self._id, self._metrics[begin : begin + self.most_metrics])
+            self._client.log_batch(self.run_id, self._metrics[begin : begin + self.most_metrics])
         self._metrics.clear()
 
     def flush(self, step: int | None) -> Sent:
@@ -184,5 +184,5 @@ class MlflowRun:
     def close(self, step: int, clean: bool) -> Sent:
         """Ends the run in MLflow, which a later attempt continues."""
         sent = self.flush(step)
-        self._client.set_terminated(self._id, "FINISHED" if clean else "FAILED")
+        self._client.set_terminated(self.run_id, "FINISHED" if clean else "FAILED")
         return sent

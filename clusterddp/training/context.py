@@ -77,7 +77,7 @@ class ProgressLines:
 
     def _print(self) -> None:
         while not self._end.wait(self._every_s):
-            if (line := self.line()) and not _own_display():
+            if (line := self.line()) and not has_own_display():
                 say(line)
 
     def line(self) -> str | None:
@@ -92,7 +92,7 @@ class ProgressLines:
         return found.line(loop.steps)
 
 
-def _own_display() -> bool:
+def has_own_display() -> bool:
     """Whether stderr is a terminal, as with --debug, or the script draws a bar of tqdm there."""
     bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
     return len(bars) > 0 or (sys.stderr is not None and sys.stderr.isatty())

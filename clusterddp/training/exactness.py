@@ -30,7 +30,7 @@ COMPARED_AFTER = (1, 10, 100)
 #: Of tensors with more bytes only a sum is compared, computed on their device.
 _SMALL = 1 << 16
 #: The elements that are summed at a time, because torch first converts them to the sum's dtype: 32 MiB.
-_SUMMED = 1 << 22
+SUMMED = 1 << 22
 #: The ranks whose states rank 0 gets with one message.
 _AT_ONCE = 512
 #: The key, besides the names of parts, of the number of calls.
@@ -143,7 +143,7 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> list[Any]:
         if bits.nbytes <= _SMALL:
             found.append(hashlib.blake2b(bits.cpu().numpy().tobytes(), digest_size=8).hexdigest())
         else:
-            pieces = bits.view(-1).split(_SUMMED)  # type: ignore[no-untyped-call]
+            pieces = bits.view(-1).split(SUMMED)  # type: ignore[no-untyped-call]
             total = torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
             sums.setdefault(bits.device, []).append((len(found), total))
             found.append(None)

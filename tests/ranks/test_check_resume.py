@@ -19,6 +19,7 @@ from clusterddp.runs.resume_check import compare
 from clusterddp.training.context import Context
 from tests import cli
 from tests import faulty_scripts as scripts
+from tests.wording import says
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -169,12 +170,7 @@ def test_a_script_without_clusterddp_is_named_before_the_check_and_ended_after_i
     script.write_text(PLAIN)
     done = submit(script)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines()[1:] == [
-        f"{script} does not mention clusterddp. {resume_check._NEEDS}",
-        "resume check: running 12 steps without a resume",
-        "clusterddp: the script completed a step without calling ctx.run() first, so its resume cannot be checked. "
-        f"{resume_check._NEEDS}",
-    ]
+    says("\n".join(done.stderr.splitlines()[1:]))
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 

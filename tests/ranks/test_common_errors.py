@@ -75,16 +75,13 @@ def more_ranks_than_gpus(folder: Path) -> str:
 
 
 SHARED = """
-import os, types, torch, clusterddp
+import os, clusterddp
+from clusterddp.distributed.process_group import claim_gpu
 ctx = clusterddp.init(device="cpu")
-# Through private members: init() itself asks with NCCL alone, which needs a GPU.
-group, torch.cuda.get_device_properties = ctx._group, lambda device: types.SimpleNamespace(uuid="GPU-0")
-try:
-    group.backend, group.device = "nccl", torch.device("cuda:0")
-    group._refuse_shared_gpu("n1")
+try:  # init() itself asks with NCCL alone, which needs a GPU
+    claim_gpu(ctx._group.store, ctx.rank, "GPU-0", False, "n1")
 except clusterddp.errors.DeviceError as error:
     print(error, flush=True)
-group.backend, group.device = "gloo", ctx.device
 ctx.all_reduce_sum(1.0)  # both have asked
 os._exit(1)
 """

@@ -60,11 +60,9 @@ def test_the_stacks_of_a_rank_that_timed_out_are_explained(
 
 @pytest.mark.parametrize("then", [lambda heartbeat: heartbeat._set_timer(600), lambda heartbeat: heartbeat.close()])
 def test_stacks_written_just_before_a_step_is_completed_or_the_training_ends_are_explained(
-    then: Callable[[Heartbeat], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    then: Callable[[Heartbeat], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Between two looks of the heartbeat."""
-    told: list[str] = []
-    monkeypatch.setattr(heartbeat_module, "say", told.append)
     heartbeat = Heartbeat(
         None, WatchedSteps(lambda: 3, lambda: 2), lambda *_, **__: None, tmp_path / "collectives.json"
     )
@@ -72,7 +70,7 @@ def test_stacks_written_just_before_a_step_is_completed_or_the_training_ends_are
     wait_until(lambda: time.monotonic() > heartbeat._stacks_at, "the timeout")
     then(heartbeat)
     heartbeat.close()
-    assert [words.partition(" because")[0] for words in told] == ["the stacks above were written"]
+    assert capfd.readouterr().err.count("clusterddp: the stacks above were written") == 1
 
 
 def test_neither_a_full_disk_nor_too_many_open_files_stop_it(tmp_path: Path) -> None:

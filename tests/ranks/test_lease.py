@@ -152,8 +152,8 @@ def test_a_cancel_while_an_attempt_is_claimed_ends_it(run: RunDirectory, monkeyp
         return number
 
     monkeypatch.setattr(RunDirectory, "create_attempt", claimed_and_cancelled)
-    monkeypatch.setattr(main, "Attempt", lambda *_: pytest.fail("the ranks are started"))
-    assert main.supervise_one(run, JOB, None, LocalController(run)) == 1  # type: ignore[arg-type]
+    no_ranks = lambda *_: pytest.fail("the ranks are started")  # noqa: E731
+    assert main.supervise_one(run, JOB, no_ranks, LocalController(run)) == 1
     assert lease.holders(run) == []
 
 

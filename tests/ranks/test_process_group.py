@@ -118,21 +118,14 @@ def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
     assert devices.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"
 
 
-def test_mig_devices_of_one_gpu_are_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mig_devices_of_one_gpu_are_refused_with_nccl() -> None:
     """They have different UUIDs, but one PCI address, by which NCCL tells GPUs apart."""
-    group: Any = object.__new__(process_group.ProcessGroup)
-    monkeypatch.setattr(process_group, "gpu_identity", lambda device: str(group.rank))
-    monkeypatch.setattr(process_group, "pci_address", lambda device: "0000:17:00.0 on n1")
-    group.world_size, group.store = 2, HashStore()
-    group.device, group.backend = torch.device("cuda", 0), "cpu:gloo,cuda:nccl"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-11")
-    group.rank = 0
-    group._refuse_shared_gpu("n1")
-    group.rank = 1
+    store = HashStore()
+    process_group.claim_gpu(store, 0, "0000:17:00.0 on n1", True, "n1")
+    process_group.claim_gpu(store, 0, "0000:17:00.0 on n1", True, "n1")
+    process_group.claim_gpu(store, 2, "0000:18:00.0 on n1", True, "n1")
     with raises(DeviceError):
-        group._refuse_shared_gpu("n1")
-    group.backend = "gloo"
-    group._refuse_shared_gpu("n1")
+        process_group.claim_gpu(store, 1, "0000:17:00.0 on n1", True, "n1")
 
 
 @pytest.mark.parametrize(

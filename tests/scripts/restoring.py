@@ -193,30 +193,30 @@ def small_shared_memory(folder: Path) -> None:
 def stranger(folder: Path) -> None:
     """A rank that may not open what the first rank of its host has made."""
     if RANK == 1:
-        restoring._open = lambda *_: None
+        restoring.open_memory = lambda *_: None
     attempt(folder)
 
 
 def little_memory(folder: Path) -> None:
-    collectives._host = lambda: RANK
+    collectives.own_host = lambda: RANK
     restoring.free_memory = lambda: 1000 if RANK == 1 else 1 << 40
     attempt(folder)
 
 
 def two_hosts(folder: Path) -> None:
-    collectives._host = lambda: RANK // 2
+    collectives.own_host = lambda: RANK // 2
     damaged(folder)
 
 
 def own_hosts(folder: Path) -> None:
-    collectives._host = lambda: RANK
+    collectives.own_host = lambda: RANK
     attempt(folder)
 
 
 def killed(folder: Path) -> None:
     """Rank 0 is killed when half of the data is there, in a file that has, or would have, a name."""
     os.memfd_create = refuse  # type: ignore[assignment]
-    real = file_format._write_at
+    real = file_format.write_at
 
     def write(file: int, data: memoryview, position: int) -> None:
         if position > file_format.CHUNK:
@@ -224,7 +224,7 @@ def killed(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(file, data, position)
 
-    file_format._write_at = write
+    file_format.write_at = write
     attempt(folder)
 
 

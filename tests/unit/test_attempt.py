@@ -62,7 +62,7 @@ from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
-from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, next_answer
+from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, RanksHere, next_answer
 from tests.histories import happened, view
 from tests.reports import reported
 from tests.waiting import wait_until
@@ -1274,8 +1274,7 @@ def test_a_local_rank_was_out_of_memory_only_if_the_kernel_has_killed_a_process_
     """The kernel counts such kills. SIGKILL may come from anybody."""
     counts = iter([7, *[7 + kills] * 2])
     monkeypatch.setattr("clusterddp.supervisor.launcher.oom_kills", lambda: next(counts))
-    launcher = LocalLauncher(JOB)
-    monkeypatch.setattr("clusterddp.supervisor.launcher._end_orphans", lambda: None)  # other tests' processes
+    launcher = RanksHere(JOB)
     launcher.start(["/bin/sh", "-c", command], os.environ, run.attempt_logs(run.create_attempt()))
     launcher.wait()
     assert [status.oom_kill for status in launcher.exit_statuses().values()] == [seen, seen]
@@ -1284,13 +1283,12 @@ def test_a_local_rank_was_out_of_memory_only_if_the_kernel_has_killed_a_process_
 def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one in state D would; the other one's end is known."""
     logs = run.attempt_logs(run.create_attempt())
-    launcher = LocalLauncher(JOB)
+    launcher = RanksHere(JOB)
     launcher.start(["/bin/sh", "-c", "[ $RANK = 0 ] || exec sleep 60; exit 3"], os.environ, logs)
     failed: list[int] = []
     launcher.failed = lambda rank: (failed.append(rank), launcher.abandon())
     with monkeypatch.context() as patch:
         patch.setattr(LocalLauncher, "_signal_all", lambda *_: None)
-        patch.setattr("clusterddp.supervisor.launcher._end_orphans", lambda: None)
         assert launcher.wait() == 3
     assert failed == [0] and launcher.exit_statuses() == {0: ExitStatus(exit_code=3)}
     launcher.kill()

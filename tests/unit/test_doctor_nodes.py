@@ -27,13 +27,12 @@ from clusterddp.jobdef.job import Job
 from clusterddp.messages import End
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.queue import QueuedJob
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
-from tests.fake_slurm import FakeController, FakeRanks
+from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm
 from tests.histories import event_of, happened, view
 from tests.wording import raises
 
@@ -186,53 +185,46 @@ def test_two_ranks_of_a_node_with_one_gpu_fail_it() -> None:
 # --- waiting for the job
 
 
-@pytest.fixture
-def job_states(monkeypatch: pytest.MonkeyPatch) -> list[QueuedJob]:
-    """What Slurm says of the job; the last answer is repeated."""
-    states: list[QueuedJob] = []
-    monkeypatch.setattr(nodes_job, "find_job", lambda _: states.pop(0) if len(states) > 1 else states[0])
-    monkeypatch.setattr(nodes_job, "ASK_S", 0.0)
-    return states
+def awaited(run: RunDirectory, queue_s: float = 600.0) -> dict[str, Any]:
+    return nodes_job.await_results("7", run, queue_s, ask_s=0.0)
 
 
-def info(state: str, reason: str = "None") -> QueuedJob:
-    return QueuedJob("7", state, "n[1-2]" if state == "RUNNING" else "", None, "5:00", "gpu", reason)
+def info(state: str, reason: str = "None") -> str:
+    """squeue's line about the job."""
+    return f"7|{state}|{'n[1-2]' if state == 'RUNNING' else ''}|N/A|5:00|gpu|{reason}\n"
 
 
 def test_the_wait_says_why_and_ends_with_the_results(
-    tmp_path: Path, job_states: list[QueuedJob], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each reason once. Results that are not complete count only once the job has ended."""
     run, pending = RunDirectory(tmp_path), [info("PENDING"), info("PENDING", "Priority"), info("PENDING", "Priority")]
-    job_states += [*pending, info("PENDING", "Resources"), info("RUNNING"), info("COMPLETED")]
+    fake_slurm["squeue"] = [*pending, info("PENDING", "Resources"), info("RUNNING"), info("COMPLETED")]
     write_json(tmp_path / "results.json", {"over": False})
-    assert nodes_job._await_results("7", run)["over"] is False
+    assert awaited(run)["over"] is False
     assert capsys.readouterr().err.splitlines() == [
         "doctor: job 7 is waiting: jobs with a higher priority start first",
         "doctor: job 7 is waiting: next in the queue, waiting for nodes to become free",
         "doctor: job 7 is running on n[1-2]",
     ]
     write_json(tmp_path / "results.json", {"over": True})
-    assert nodes_job._await_results("7", run)["over"] is True
+    assert awaited(run)["over"] is True
 
 
-def test_a_job_without_results_is_an_error_with_its_log(tmp_path: Path, job_states: list[QueuedJob]) -> None:
+def test_a_job_without_results_is_an_error_with_its_log(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """As where the nodes do not have the Python environment, or the folder."""
     run = RunDirectory(tmp_path / "job")
     run.create()
     (run.logs / "job-7.log").write_text("bash: /opt/venv/bin/python: No such file or directory\n")
-    job_states.append(info("FAILED"))
+    fake_slurm["squeue"] = info("FAILED")
     with raises(SlurmError):
-        nodes_job._await_results("7", run)
+        awaited(run)
 
 
-def test_a_job_that_does_not_start_is_given_up(
-    tmp_path: Path, job_states: list[QueuedJob], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_states.append(info("PENDING", "Priority"))
-    monkeypatch.setattr(nodes_job, "QUEUE_S", -1.0)
+def test_a_job_that_does_not_start_is_given_up(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm["squeue"] = info("PENDING", "Priority")
     with raises(SlurmError):
-        nodes_job._await_results("7", RunDirectory(tmp_path))
+        awaited(RunDirectory(tmp_path), queue_s=-1.0)
 
 
 # --- single checks
@@ -288,14 +280,13 @@ def test_an_all_reduce_that_does_not_end_is_given_up() -> None:
         clock.finish(Stuck(), 0.0)  # type: ignore[arg-type]
 
 
-def test_files_of_other_nodes_must_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_nodes_must_appear(tmp_path: Path) -> None:
     """With their contents, not only their names."""
     folder = tmp_path / "job"
     folder.mkdir()
-    monkeypatch.setattr(probe, "VISIBLE_S", 0.0)
     assert probe.write(folder, "n1").state == "ok"
     (folder / "seen-n3").write_text("")
-    check = probe.visible(folder, ["n1", "n2", "n3"])
+    check = probe.visible(folder, ["n1", "n2", "n3"], within_s=0.0)
     assert (check.state, check.found) == (
         "failed",
         f"files that n2, n3 wrote into {tmp_path} did not appear within 0 s",
@@ -437,5 +428,5 @@ def test_the_batch_step_tells_how_a_probe_ended(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.err"
     log.write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n\n")
     status = batch_step.ExitStatus.of_code(1)
-    assert batch_step._why(log, status) == "exit code 1, ModuleNotFoundError: No module named 'torch'"
-    assert batch_step._why(tmp_path / "none", None) == ""
+    assert batch_step.how_ended(log, status) == "exit code 1, ModuleNotFoundError: No module named 'torch'"
+    assert batch_step.how_ended(tmp_path / "none", None) == ""

@@ -15,18 +15,18 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 def test_a_comparison_of_a_large_tensor_needs_little_memory() -> None:
     """torch converts all elements that it sums at once. The most that one operator allocated, by torch's profiler."""
-    weights = torch.ones(3 * exactness._SUMMED, dtype=torch.bfloat16)
+    weights = torch.ones(3 * exactness.SUMMED, dtype=torch.bfloat16)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         (found,) = fingerprints([weights])
     most = max(event.self_cpu_memory_usage for event in profiled.events())
-    assert 0 < most <= 8 * exactness._SUMMED + 4096
+    assert 0 < most <= 8 * exactness.SUMMED + 4096
     assert found == int(weights.view(torch.int16).sum(dtype=torch.int64))
 
 
 def test_a_changed_bit_or_element_changes_the_fingerprint_also_at_the_end() -> None:
-    weights = torch.ones(exactness._SUMMED + 7)
+    weights = torch.ones(exactness.SUMMED + 7)
     before = fingerprints([weights])
-    for place in (0, exactness._SUMMED, -1):
+    for place in (0, exactness.SUMMED, -1):
         changed = weights.clone()
         changed[place] = -1.0
         assert fingerprints([changed]) != before

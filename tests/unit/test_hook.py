@@ -18,14 +18,11 @@ from clusterddp.jobdef.load import from_values, load_resolved
 from clusterddp.process import descendants, process_start
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor import hook as hooks
-from clusterddp.supervisor import launcher
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.attempt_state import Notice, Stop
 from clusterddp.supervisor.hook import Hook, hook_event
-from clusterddp.supervisor.launcher import LocalLauncher
 from clusterddp.supervisor.main import supervise
-from tests.fake_slurm import FakeController, FakeRanks
+from tests.fake_slurm import FakeController, FakeRanks, RanksHere
 from tests.histories import event_of, happened
 from tests.unit.test_attempt import JOB, STOPPED
 from tests.waiting import wait_until
@@ -109,7 +106,7 @@ def test_a_hook_that_fails_changes_nothing_about_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is a message in the job's log; one that does not end is killed, with its children."""
-    monkeypatch.setattr(hooks, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(Hook, "timeout_s", 0.3)
     job = dataclasses.replace(JOB, hook=("/bin/sh", "-c", command) if command else ("/nowhere/notify",))
     assert supervise(run, job, lambda *_: FakeRanks(run, {"end": "done"}), FakeController(Cause.NONE)) == 0
     assert said in capsys.readouterr().err
@@ -119,12 +116,12 @@ def test_a_hook_that_fails_changes_nothing_about_the_run(
 
 
 def test_a_hook_that_is_slow_does_not_hold_the_nodes_of_a_preempted_job(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is killed at the bound: of what is left, Slurm would have to end the rest."""
-    monkeypatch.setattr(hooks, "HANDOVER_S", 0.05)
     command = ("/bin/sh", "-c", "echo > $CLUSTERDDP_RUN_DIR/here; sleep 600")
     slow = Hook(run, dataclasses.replace(JOB, hook=command), 0, hurry=True)
+    slow.handover_s = 0.05
     slow.call("preempted", {})
     wait_until((run.path / "here").exists, "the hook to run")
     slow.finish()
@@ -146,12 +143,11 @@ def test_a_running_hook_is_none_of_the_processes_that_a_local_run_ends(run: RunD
 
 
 def test_a_hook_that_fails_while_local_ranks_run_is_reported(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The launcher waits for its ranks alone, and leaves the hook's exit code to the hook."""
-    monkeypatch.setattr(launcher, "_end_orphans", lambda: None)  # which would end other children of the tests' process
     os.mkfifo(run.path / "go")
-    ranks = LocalLauncher(JOB)
+    ranks = RanksHere(JOB)
     ranks.start(["/bin/cat", f"{run.path}/go"], {}, run.attempt_logs(run.create_attempt()))
     waiting = threading.Thread(target=ranks.wait, daemon=True)
     waiting.start()

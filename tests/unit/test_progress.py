@@ -75,12 +75,12 @@ def test_rank_0_prints_no_lines_beside_a_bar_of_the_script(monkeypatch: pytest.M
     """Nor on a terminal."""
     tqdm = pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert not context._own_display()
+    assert not context.has_own_display()
     with tqdm.tqdm(total=3):
-        assert context._own_display()
-    assert not context._own_display()
+        assert context.has_own_display()
+    assert not context.has_own_display()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    assert context._own_display()
+    assert context.has_own_display()
 
 
 def test_a_waiting_command_prints_a_line_where_there_is_no_terminal(

@@ -77,10 +77,10 @@ def test_the_plan_says_what_sbatch_applies_and_what_not(monkeypatch: pytest.Monk
     """Users may have forgotten the variables."""
     job = Job(name="x", script="x.py", gpus_per_node=2, device="cpu", partition="low")
     monkeypatch.setenv("SBATCH_PARTITION", "high")
-    assert not any("also apply" in remark for remark in resources._exported(job))
-    assert any("SBATCH_PARTITION=high" in remark for remark in resources._exported(job))
+    assert not any("also apply" in remark for remark in resources.variables_of_sbatch(job))
+    assert any("SBATCH_PARTITION=high" in remark for remark in resources.variables_of_sbatch(job))
     monkeypatch.setenv("SBATCH_ACCOUNT", "a")
-    applied, ignored = resources._exported(job)
+    applied, ignored = resources.variables_of_sbatch(job)
     assert "SBATCH_ACCOUNT=a" in applied and "SBATCH_PARTITION" not in applied and "SBATCH_ACCOUNT" not in ignored
 
 
@@ -88,5 +88,5 @@ def test_the_plan_does_not_show_the_secrets_that_sbatch_exports(monkeypatch: pyt
     """Plans are pasted into issues."""
     job = Job(name="x", script="x.py", gpus_per_node=2, device="cpu")
     monkeypatch.setenv("SBATCH_EXPORT", "ALL,HF_TOKEN=hf_abc,OMP_NUM_THREADS=2,WANDB_API_KEY=wb==1")
-    (remark,) = resources._exported(job)
+    (remark,) = resources.variables_of_sbatch(job)
     assert "hf_abc" not in remark and "wb" not in remark and "OMP_NUM_THREADS=2" in remark and "HF_TOKEN=" in remark

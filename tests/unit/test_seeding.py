@@ -107,7 +107,7 @@ def test_the_generators_are_seeded_for_a_collate_fn_of_the_script_only() -> None
             next(loader.batches(0, seeds_steps=True))
             seeds.append(torch.initial_seed())
     assert seeds[0] != seeds[1]
-    assert seeds[0] == seeding._FIXED
+    assert seeds[0] == seeding.FIXED
 
 
 def test_samples_that_draw_nothing_are_read_once_and_of_others_only_the_first_twice() -> None:

@@ -150,9 +150,9 @@ class StubRanks(NoRanks):
             self.channels.append(channel)
 
     def _hear(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        self._obey(channel, rank, order)
+        self.obey(channel, rank, order)
 
-    def _obey(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+    def obey(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
         if "stacks" in order and rank != 1:
             place = "data.py:88 (read)" if rank % 8 == 7 else "the all_reduce of backward"
             channel.send("stacks", request=int(order["stacks"]), place=place, threads=self._threads)
@@ -225,13 +225,11 @@ def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Call
         command(["stacks", str(run), "--rank", "x"])
 
 
-def test_a_script_that_saves_on_its_own_is_told_so(
-    run: RunDirectory, supervised: Callable[[int], StubRanks], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_saves_on_its_own_is_told_so(run: RunDirectory, supervised: Callable[[int], StubRanks]) -> None:
     """The answer of the rank's own entry point; with a run, the request reaches it."""
     ranks = supervised(2)
     asked: list[str] = []
-    monkeypatch.setattr(ranks, "_obey", lambda channel, rank, order: obey(channel, order, {}))
+    ranks.obey = lambda channel, rank, order: obey(channel, order, {})  # type: ignore[method-assign]
     with raises(RunDirectoryError):
         command(["save", str(run)])
 
@@ -255,7 +253,7 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
         channel.send("left", rank=rank, host="n1", end="stopped", used_clusterddp=True)
         ranks.exited.set()
 
-    ranks._obey = stop  # type: ignore[method-assign]
+    ranks.obey = stop  # type: ignore[method-assign]
     assert command(["stop", str(run)]) == 0
     shown = capsys.readouterr()
     stopped = "attempt 0: stopped by `clusterddp stop`. No step was recorded"
@@ -464,7 +462,7 @@ def test_status_says_why_a_node_is_excluded() -> None:
     requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
     failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
     drained = {**requested, "request": "drain", "nodes": ["n4"]}
-    assert status._excluded(job, view([requested, failed, drained]), 2.0) == [
+    assert status.excluded_nodes(job, view([requested, failed, drained]), 2.0) == [
         ("excluded", "n1: failed repeatedly in this run"),
         ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp drain`"),
     ]

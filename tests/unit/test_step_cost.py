@@ -22,7 +22,7 @@ import clusterddp
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_order import _AT_ONCE, Shuffled
+from clusterddp.data.sample_order import AT_ONCE, Shuffled
 from clusterddp.data.training_loader import training_loader
 from clusterddp.training.log_reduction import Sender
 from clusterddp.training.logged_values import Values
@@ -153,7 +153,7 @@ def batch_read(dataset: Any, batch_size: int) -> float:
     """The instructions of a batch, read without workers."""
     loader = Loader(dataset, batch_size, order=Shuffled(), seed=0, rank=1, world_size=2)
     batches = training_loader(loader, SimpleNamespace(rank=0, store=HashStore()), 0, True).batches(0, lambda: None)  # type: ignore[arg-type]
-    together = _AT_ONCE // batch_size
+    together = AT_ONCE // batch_size
     with randomness.preserved(), Instructions() as instructions:
         for number in range(3 * together):
             instructions.counting = together <= number < 2 * together

@@ -292,11 +292,11 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
     recorded: list[Sent] = []
     monkeypatch.setattr(mlflow, "write_sent", lambda _, sent: recorded.append(sent))
     killed = mlflow.MlflowRun(run.path / "mlflow", Sent(), options)
-    assert [sent.id for sent in recorded] == [recorded[0].id, killed._id]
+    assert [sent.id for sent in recorded] == [recorded[0].id, killed.run_id]
     for before, begin, end in ((recorded[0], 0, 5), (recorded[1], 0, 7), (replace(recorded[1], step=7), 5, 9)):
         writer = mlflow.MlflowRun(run.path / "mlflow", replace(before, attempt=1), options)
         writer.most_metrics = 3
-        assert (writer._id, writer.first) == (killed._id, before.step)
+        assert (writer.run_id, writer.first) == (killed.run_id, before.step)
         for step in range(begin, end):
             writer.add(step, 100.0, {"loss": step / 2, "acc@1": float("nan")})
         assert writer.flush(end).step == end
@@ -305,7 +305,7 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
     (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert (found.info.status, found.info.run_name, found.data.params) == ("FAILED", "a run", {"lr": "0.1"})
     for name in ("loss", "acc_1"):
-        assert [metric.step for metric in client.get_metric_history(killed._id, name)] == list(range(9))
+        assert [metric.step for metric in client.get_metric_history(killed.run_id, name)] == list(range(9))
 
 
 # --- rank 0's side
