@@ -1,6 +1,6 @@
 """Frozen dataclasses from and to JSON objects. A field's type says which values it takes. Standard library only.
 
-Events of a history (``history/codec.py``) and messages between processes (``messages.py``) are read with it.
+Events of a history (``history/codec.py``) and messages between processes (``messages/``) are read with it.
 """
 
 from __future__ import annotations

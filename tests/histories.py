@@ -1,4 +1,4 @@
-"""Whether events have the fields of their classes in ``clusterddp/history``, and reports those of ``messages.py``."""
+"""Whether events have the fields of their classes in ``clusterddp/history``, and reports those of theirs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from clusterddp.history.codec import decode, listed
 from clusterddp.history.event import EVENTS, Event
 from clusterddp.history.view import RunView
-from clusterddp.messages import REPORTS
+from clusterddp.messages.reports import REPORTS
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory

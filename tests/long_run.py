@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterddp.messages import Alive
+from clusterddp.messages.reports import Alive
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingLines, interval_s
 from tests.runs_on_disk import BEGAN, event, recorded_run, write_lines

@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterddp.history.codec import encode
 from clusterddp.history.event import Event
-from clusterddp.messages import Joined
+from clusterddp.messages.reports import Joined
 from clusterddp.supervisor.attempt_state import RankEvent, Report
 from clusterddp.supervisor.control_server import read_report
 from tests.histories import whole

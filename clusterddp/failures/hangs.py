@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from clusterddp.messages import Alive, Row
+from clusterddp.messages.reports import Alive, Row
 from clusterddp.process import RunningClock
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.rundir.timing import SLOW_RATIO, is_slow

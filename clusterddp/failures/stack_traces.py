@@ -21,12 +21,14 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.hostlist import ranges
-from clusterddp.messages import Stacks
 from clusterddp.process import current_frames
 from clusterddp.reporter import counted
+
+if TYPE_CHECKING:
+    from clusterddp.messages.reports import Stacks  # ranks import this module, and need none of the reports
 
 #: The frames below every script: those of the rank's entry point, a launched function, and runpy.
 _BELOW = re.compile(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterddp.messages import Alive, Figures
+from clusterddp.messages.reports import Alive, Figures
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.json_lines import WholeLines, drop_torn_line, last_lines, open_lines, parse

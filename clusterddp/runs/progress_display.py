@@ -17,7 +17,7 @@ from clusterddp.failures.exit_status import LaunchFailure
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.reporter import forgiving, one_line, printable, say, show, what_failed
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.json_lines import parse

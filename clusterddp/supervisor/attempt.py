@@ -38,7 +38,7 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import changed_code, code_state
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
-from clusterddp.messages import End, Wrote
+from clusterddp.messages.reports import End, Wrote
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address

@@ -16,7 +16,7 @@ from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.failures.placement import Placement
 from clusterddp.history.event import Event as HistoryEvent
 from clusterddp.jobdef.job import Job
-from clusterddp.messages import (
+from clusterddp.messages.reports import (
     Alive,
     Committing,
     Connected,

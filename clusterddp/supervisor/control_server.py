@@ -25,7 +25,7 @@ from clusterddp.codec import Misfit, read
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.history import codec
 from clusterddp.history.beginnings import Rejoined
-from clusterddp.messages import REPORTS, Hello, Joined, Serving
+from clusterddp.messages.reports import REPORTS, Hello, Joined, Serving
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.schemas import EVENT, is_text, schema_error
 from clusterddp.supervisor.attempt_state import Report

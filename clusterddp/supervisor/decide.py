@@ -18,7 +18,19 @@ from clusterddp.history.event import Event as HistoryEvent
 from clusterddp.history.failures import GpuFault, gpu_fault
 from clusterddp.history.steps import Progress
 from clusterddp.history.stops import Finishing, Notified, Overdue, Signal, Stopping
-from clusterddp.messages import Alive, Committing, Connected, Connecting, End, Gpu, Joined, Left, Made, Saving, Stacks
+from clusterddp.messages.reports import (
+    Alive,
+    Committing,
+    Connected,
+    Connecting,
+    End,
+    Gpu,
+    Joined,
+    Left,
+    Made,
+    Saving,
+    Stacks,
+)
 from clusterddp.protocol import REQUESTED_STOPS
 from clusterddp.supervisor import user_requests
 from clusterddp.supervisor.attempt_state import (

@@ -33,7 +33,7 @@ from clusterddp.history.steps import ChildDied, StepsSeen
 from clusterddp.history.stops import Requested
 from clusterddp.history.view import AttemptView, RunView
 from clusterddp.history.words import BY_SLURM, RESTARTING
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import LASTING
 from clusterddp.rundir.run_directory import RunDirectory

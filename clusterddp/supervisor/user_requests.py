@@ -16,7 +16,7 @@ from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped
 from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
 from clusterddp.hostlist import ranks_in
-from clusterddp.messages import Saving, Stacks
+from clusterddp.messages.reports import Saving, Stacks
 from clusterddp.rundir.schemas import is_text
 from clusterddp.supervisor.attempt_state import (
     Action,

@@ -41,7 +41,7 @@ from clusterddp.history.checkpoints import SavedItself
 from clusterddp.history.view import AttemptView
 from clusterddp.history.words import at_step
 from clusterddp.jobdef.masking import masked
-from clusterddp.messages import End, Left
+from clusterddp.messages.reports import End, Left
 from clusterddp.reporter import counted, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import read_json

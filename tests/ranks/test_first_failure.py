@@ -15,7 +15,7 @@ import pytest
 from clusterddp import protocol
 from clusterddp.codec import read
 from clusterddp.failures.stack_traces import users_line
-from clusterddp.messages import End, Left
+from clusterddp.messages.reports import End, Left
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide

@@ -237,6 +237,7 @@ from clusterddp.failures.hangs import Hang
 from clusterddp.jobdef.job import Job
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.decide import step
+from clusterddp.messages.reports import Joined
 from clusterddp.supervisor.attempt_state import Broadcast, RankEvent, State
 from clusterddp.worker import control_channel, rank
 
@@ -246,7 +247,7 @@ channel = control_channel.current
 channel.listen(lambda: None, lambda order: rank.obey(channel, order, {"rank": 0}))
 ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
 dist.all_reduce(torch.ones(1))
-state, _ = step(State(Job(name="x", module="x"), ("n1",), abandon_s=5.0), reported(0, "joined", {"host": "n1"}), 0.0)
+state, _ = step(State(Job(name="x", module="x"), ("n1",), abandon_s=5.0), RankEvent(0, Joined("n1")), 0.0)
 for action in step(state, Hang((1,), "n1", 7, 606.0, "rank 1 hangs", 605.0), 0.0)[1]:
     if isinstance(action, Broadcast):
         server.broadcast(**{action.order: action.reason})

@@ -13,7 +13,7 @@ from submitit.helpers import DelayedSubmission
 
 import clusterddp
 from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, StoppedAlone, UsageError
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.worker import function

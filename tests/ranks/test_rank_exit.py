@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.codec import read
-from clusterddp.messages import Left
+from clusterddp.messages.reports import Left
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.verdict import Action, RankEnd, judge

@@ -13,7 +13,7 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
 from clusterddp.history.view import Events
-from clusterddp.messages import Committing
+from clusterddp.messages.reports import Committing
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
 from clusterddp.slurm import commands

@@ -12,7 +12,7 @@ import pytest
 from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.supervisor.attempt_state import (
     ASK_AGAIN_S,
     Action,

@@ -24,7 +24,7 @@ from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.failures.exclusion import failures, unchecked
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause

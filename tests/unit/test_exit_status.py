@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.failures.exit_status import TABLE, Blame, ExitStatus, find
 from clusterddp.failures.stack_traces import uncaught
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import Progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge

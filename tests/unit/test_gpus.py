@@ -19,7 +19,7 @@ from clusterddp.cli import list as table
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exclusion
 from clusterddp.failures.hangs import EXPLAINED_S, Hang, Slow, StillSlow, Watch
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.report import efficiency as report_gpus
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import GPU_FIGURES, TimedInterval, TimingLines, read_timings

@@ -18,7 +18,7 @@ from clusterddp.history.beginnings import unread
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.jobdef.program import checkpoint_values
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress

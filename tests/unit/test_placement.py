@@ -14,7 +14,7 @@ from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Course, Placement, choose, place
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo

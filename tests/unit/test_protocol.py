@@ -16,7 +16,7 @@ import pytest
 from clusterddp import errors, protocol
 from clusterddp.history.event import EVENTS
 from clusterddp.history.words import RUN_ENDS
-from clusterddp.messages import Joined
+from clusterddp.messages.reports import Joined
 from clusterddp.supervisor import control_server
 from clusterddp.worker import control_channel
 from tests.histories import EVERY, check_event, fields

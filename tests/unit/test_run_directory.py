@@ -22,7 +22,7 @@ from clusterddp.cli.status import show
 from clusterddp.errors import ClusterddpError, RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.rundir import files, run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
 from clusterddp.rundir.json_lines import drop_torn_line, read_backwards, read_lines

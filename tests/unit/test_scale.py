@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt_state import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.history.codec import sentence
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text
 

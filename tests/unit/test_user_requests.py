@@ -13,7 +13,7 @@ from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.history.codec import sentence
 from clusterddp.hostlist import ranges, ranks_in
-from clusterddp.messages import Stacks
+from clusterddp.messages.reports import Stacks
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt

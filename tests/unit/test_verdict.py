@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
-from clusterddp.messages import End
+from clusterddp.messages.reports import End
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause, read_cause
 from clusterddp.supervisor.limits import Progress, doubt, progress
