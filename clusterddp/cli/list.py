@@ -27,7 +27,7 @@ from clusterddp.rundir.run_directory import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import newest_interval
 from clusterddp.runs.run_report import left_s, report, values
-from clusterddp.slurm.pace import PacedQueue
+from clusterddp.slurm.polling import PacedQueue
 from clusterddp.slurm.run_states import WORDS, RunState, run_states
 
 if TYPE_CHECKING:

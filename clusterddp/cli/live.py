@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from clusterddp.errors import INTERRUPTED
 from clusterddp.reporter import forgiving
 
-#: Seconds between two looks at the runs' files. Slurm is asked less often (``slurm/pace.py``).
+#: Seconds between two looks at the runs' files. Slurm is asked less often (``slurm/polling.py``).
 EVERY_S = 5.0
 
 

@@ -26,7 +26,7 @@ from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import TimedInterval
 from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
 from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of, looked_at, state_sentence
-from clusterddp.slurm.pace import PacedQueue
+from clusterddp.slurm.polling import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.trackers.registry import overview
 

@@ -23,7 +23,7 @@ from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import TimedInterval, read_timings
 from clusterddp.runs.run_report import booked, report
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.pace import PacedQueue
+from clusterddp.slurm.polling import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 
 Event = Mapping[str, Any]

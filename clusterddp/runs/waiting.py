@@ -1,9 +1,9 @@
 """Waits for runs: for ``wait``, ``submit --wait`` and ``Handle.wait()``.
 
-One loop looks at the runs' files. ``slurm/pace.py`` decides when it asks the controller, about all runs at once. With
-``--resubmit``, it also does from a login node what a run's own job cannot. After a requeue, Slurm holds the job, by
-default for two minutes. Its owner may lift the hold. A run is resubmitted if its job ended without continuing it: its
-first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused its next job.
+One loop looks at the runs' files. ``slurm/polling.py`` decides when it asks the controller, about all runs at once.
+With ``--resubmit``, it also does from a login node what a run's own job cannot. After a requeue, Slurm holds the job,
+by default for two minutes. Its owner may lift the hold. A run is resubmitted if its job ended without continuing it:
+its first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused its next job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.run_status import state_sentence
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
-from clusterddp.slurm.pace import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
+from clusterddp.slurm.polling import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
 from clusterddp.supervisor.limits import held

@@ -29,7 +29,7 @@ from clusterddp.rundir.run_directory import as_typed
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.slurm.pace import Pace, PacedQueue
+from clusterddp.slurm.polling import Pace, PacedQueue
 from clusterddp.slurm.queue import QueuedJob, is_hold, queued_jobs, why_waiting
 
 #: States of a job that has its nodes. CONFIGURING lasts for seconds after the ranks have started (seen on 22.05.8).

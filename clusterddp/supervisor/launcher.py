@@ -23,7 +23,7 @@ from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
 from clusterddp.protocol import ATTEMPT, RUN_DIR
 from clusterddp.rundir.files import create_file, read_bytes
-from clusterddp.supervisor.guard import guard_command, guard_environment
+from clusterddp.supervisor.batch_host_guard import guard_command, guard_environment
 
 #: The nodes are unknown: srun chooses.
 ALL_NODES = Placement()

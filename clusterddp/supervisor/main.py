@@ -41,7 +41,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_own
-from clusterddp.supervisor import done, lease
+from clusterddp.supervisor import completion_marker, lease
 from clusterddp.supervisor.attempt import Attempt, last_line, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History
@@ -183,7 +183,9 @@ def supervise_one(
     if (code := finished(run, controller, run.outcome())) is not None:
         return code
     of_run(run).check_present()
-    reason, (is_done, found) = exceeded(job, run.history(), time.time()), done.look(run, job, run.history())
+    history = run.history()
+    reason = exceeded(job, history, time.time())
+    is_done, found = completion_marker.look(run, job, history)
     if lease.restarted(run, me):
         say(f"Slurm has restarted job {me['job']} since it started this process, so this process exits")
         return 1

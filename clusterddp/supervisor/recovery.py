@@ -39,7 +39,7 @@ from clusterddp.rundir.files import LASTING
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor import done, lease
+from clusterddp.supervisor import completion_marker, lease
 from clusterddp.supervisor.attempt_state import State, Stop
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
@@ -115,7 +115,9 @@ class Recovery:
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
         completes = verdict.action is Action.COMPLETE
-        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.view, completes))
+        is_done, found = _until_answered(
+            partial(completion_marker.look, self._run, self._job, self._history.view, completes)
+        )
         if is_done:
             reason = f"done: {found}{'' if completes else f'. The last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
@@ -140,7 +142,7 @@ class Recovery:
             return "unconfirmed: the script called ctx.run(), but it began no loop over run.steps() or run.epochs()"
         if any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
-        if self._job.done is not None and done.confirms(self._job, own):
+        if self._job.done is not None and completion_marker.confirms(self._job, own):
             return None
         sees = self._job.see_steps and not all(end.without_torch for end in self._ends)
         return doubt(self._history.view, self._number, sees)

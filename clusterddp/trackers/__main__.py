@@ -17,9 +17,9 @@ from clusterddp.jobdef.tracking import check_packages, wanted
 from clusterddp.reporter import in_words, say
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.trackers.delivery import read_sent
 from clusterddp.trackers.follower import Orders, follow
 from clusterddp.trackers.registry import TRACKERS
-from clusterddp.trackers.sent import read_sent
 
 
 def send_rest(*arguments: str) -> int:

@@ -29,8 +29,8 @@ from clusterddp.rundir.metrics_lines import counts
 from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.schemas import NOT_METRICS
+from clusterddp.trackers.delivery import Line, Lines, Sent, read_sent, write_sent
 from clusterddp.trackers.registry import TRACKERS
-from clusterddp.trackers.sent import Line, Lines, Sent, read_sent, write_sent
 from clusterddp.trackers.tracker import Sender, Tracker
 
 #: Seconds between two looks for new lines, for a tracker that takes them at once.

@@ -21,7 +21,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.schemas import Schema, is_text
-from clusterddp.trackers.sent import Sent, write_sent
+from clusterddp.trackers.delivery import Sent, write_sent
 from clusterddp.trackers.tracker import Tracked, Tracker
 
 _SCHEMA: Schema = {"run_id": is_text}

@@ -9,10 +9,10 @@ from pkgutil import iter_modules
 from clusterddp import trackers
 from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.sent import read_sent
+from clusterddp.trackers.delivery import read_sent
 from clusterddp.trackers.tracker import Tracker
 
-_OTHERS = {"__main__", "follower", "registry", "sent", "tracker"}
+_OTHERS = {"__main__", "delivery", "follower", "registry", "tracker"}
 _NAMES = [module.name for module in iter_modules(trackers.__path__) if module.name not in _OTHERS]
 _FOUND: list[Tracker] = [import_module(f"clusterddp.trackers.{name}").TRACKER for name in _NAMES]
 #: By their keys in a job definition.

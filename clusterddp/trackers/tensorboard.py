@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterddp.keys.kinds import TRUTH
 from clusterddp.rundir.files import create_file, fsync_directory, names_in
-from clusterddp.trackers.sent import Sent
+from clusterddp.trackers.delivery import Sent
 from clusterddp.trackers.tracker import Tracker
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from clusterddp.keys.kinds import Kind
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.sent import Sent
+from clusterddp.trackers.delivery import Sent
 
 
 class Sender(Protocol):

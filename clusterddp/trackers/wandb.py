@@ -15,7 +15,7 @@ from clusterddp.keys.table import Switch
 from clusterddp.rundir.deletion import delete_folder
 from clusterddp.rundir.files import create_folder, exists, fsync_directory, fsync_file_system, rename
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.sent import Sent, write_sent
+from clusterddp.trackers.delivery import Sent, write_sent
 from clusterddp.trackers.tracker import Tracked, Tracker
 
 #: What W&B takes as the name of a project.

@@ -321,7 +321,7 @@ class Disk:
         return status
 
     def size(self, path: Path) -> int:
-        """``_size`` of pace.py: -1 of a file that cannot be seen."""
+        """``_size`` of polling.py: -1 of a file that cannot be seen."""
         try:
             self._step(path)
         except OSError:

@@ -49,7 +49,7 @@ LEFT_OUT = {
         *("added_arguments", "failure_text", "end_of_file", "_who_waited", "_different_calls", "_other_ends"),
         "_other_end",
     },
-    "supervisor/done.py": {"_why_not", "_line", "_printed", "_matching"},
+    "supervisor/completion_marker.py": {"_why_not", "_line", "_printed", "_matching"},
     "supervisor/own_checkpoints.py": {
         *("_match", "_files", "why_incomplete", "_why_file", "_why_safetensors", "_content", "_what_is_missing"),
         *("_continues_from", "_without_numbers", "beside", "saved"),

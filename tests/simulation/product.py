@@ -38,9 +38,19 @@ from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, json_lines, ownership, records, run_directory, schemas
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, submission, waiting
-from clusterddp.slurm import commands, pace, queue, slurmd
+from clusterddp.slurm import commands, polling, queue, slurmd
 from clusterddp.slurm import configuration as preemption_policy
-from clusterddp.supervisor import attempt, controller, done, history, hook, lease, main, own_checkpoints, recovery
+from clusterddp.supervisor import (
+    attempt,
+    completion_marker,
+    controller,
+    history,
+    hook,
+    lease,
+    main,
+    own_checkpoints,
+    recovery,
+)
 from clusterddp.supervisor.verdict import failure_text
 from tests.simulation import sweeps
 from tests.simulation.disk import ATTEMPTS, CLAIMS, FILES, LINES, Disk
@@ -49,7 +59,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (submission, request_client, waiting, steering, ownership, history, recovery, done)
+LOADED = (submission, request_client, waiting, steering, ownership, history, recovery, completion_marker)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -196,8 +206,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     )
     yield commands, "require", lambda *_: None
     yield queue, "interrupted_by", lambda *_: nullcontext()
-    yield pace, "_file", lambda: None
-    yield pace, "_size", lambda path: _now.disk.size(path)
+    yield polling, "_file", lambda: None
+    yield polling, "_size", lambda path: _now.disk.size(path)
     yield recovery, "failure_text", _failure_text
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
@@ -288,8 +298,8 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (controller, "descendants", lambda _: {}),
     (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
-    (done, "glob", SimpleNamespace(glob=_paths)),
-    (done, "_why_not", _is_too_old),
+    (completion_marker, "glob", SimpleNamespace(glob=_paths)),
+    (completion_marker, "_why_not", _is_too_old),
     (own_checkpoints, "glob", SimpleNamespace(glob=_paths)),
     (own_checkpoints, "_match", _match),
     (own_checkpoints, "why_incomplete", _why_incomplete),

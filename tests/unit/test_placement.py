@@ -20,7 +20,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import State, Stop
-from clusterddp.supervisor.guard import lost_batch_host
+from clusterddp.supervisor.batch_host_guard import lost_batch_host
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import supervise

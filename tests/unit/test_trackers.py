@@ -22,12 +22,12 @@ from clusterddp.process import descendants
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.metrics_lines import counts
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers import sent
+from clusterddp.trackers import delivery
 from clusterddp.trackers.__main__ import send_rest
+from clusterddp.trackers.delivery import Lines, Sent, read_sent, write_sent
 from clusterddp.trackers.follower import Follower
 from clusterddp.trackers.mlflow import Mlflow
 from clusterddp.trackers.registry import TRACKERS, overview
-from clusterddp.trackers.sent import Lines, Sent, read_sent, write_sent
 from clusterddp.trackers.wandb import Wandb
 from clusterddp.training.metrics import Tracking
 from tests import packages, tracker_files
@@ -231,11 +231,11 @@ def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
 WANDB = """
 import os, sys
 from pathlib import Path
-from clusterddp.trackers import sent
+from clusterddp.trackers import delivery
 from clusterddp.trackers.wandb import TRACKER
 
 folder, until = Path(sys.argv[1]), sys.argv[2]
-writer = TRACKER.open(folder, sent.read_sent(folder) or sent.Sent(), {"mode": "offline", "project": "tests"})
+writer = TRACKER.open(folder, delivery.read_sent(folder) or delivery.Sent(), {"mode": "offline", "project": "tests"})
 for step in range(writer.first, 4):
     writer.add(step, 100.0, {"loss": 0.5})
 assert not TRACKER.live, "W&B cannot take back a step"
@@ -449,4 +449,4 @@ def test_status_shows_no_tracker_without_one(run: RunDirectory) -> None:
     assert overview(run) == []
     write_sent(run.path / "tensorboard", Sent(3))
     assert overview(run) == [("tensorboard", f"view it with: tensorboard --logdir {run.path}/tensorboard")]
-    assert sent.read_sent(run.path / "tensorboard") == Sent(3)
+    assert delivery.read_sent(run.path / "tensorboard") == Sent(3)

@@ -14,7 +14,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.runs import waiting
-from clusterddp.slurm.pace import Pace
+from clusterddp.slurm.polling import Pace
 from clusterddp.slurm.run_states import RunState
 from clusterddp.supervisor import lease
 from tests.histories import happened

@@ -12,8 +12,8 @@ import pytest
 from clusterddp.errors import SlurmUnavailable
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import pace
-from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue, shared_jobs
+from clusterddp.slurm import polling
+from clusterddp.slurm.polling import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue, shared_jobs
 from clusterddp.slurm.queue import QueuedJob
 from tests.histories import happened
 
@@ -37,9 +37,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pace.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(pace.time, "time", clock.time)
-    monkeypatch.setattr(pace.random, "uniform", lambda least, most: most)
+    monkeypatch.setattr(polling.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(polling.time, "time", clock.time)
+    monkeypatch.setattr(polling.random, "uniform", lambda least, most: most)
     return clock
 
 
@@ -69,7 +69,7 @@ def test_a_change_is_asked_about_at_once_but_not_more_than_once_a_second(clock: 
     assert not one.due("running") and one.due("requeued")
     one.asked()
     assert not one.due("started")
-    clock.now += pace.SOON_S
+    clock.now += polling.SOON_S
     assert one.due("started")
 
 
@@ -133,7 +133,7 @@ def test_a_refreshed_view_keeps_slurms_last_answer_and_its_last_error(
             raise answer
         return answer
 
-    monkeypatch.setattr(pace, "queued_jobs", queued_jobs)
+    monkeypatch.setattr(polling, "queued_jobs", queued_jobs)
     queue = PacedQueue()
     assert queue.jobs("a", ["1"], 1.0) == queue.jobs("a", ["1"], 1.0) == {}
     clock.now += 2
@@ -157,7 +157,7 @@ def asked(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list
         calls.append((clock.now, sorted(ids)))
         return {"1": QueuedJob("1", "RUNNING", "n1", 5.0, "1:00", "low", "None")}
 
-    monkeypatch.setattr(pace, "queued_jobs", queued_jobs)
+    monkeypatch.setattr(polling, "queued_jobs", queued_jobs)
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "Test/1")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return calls
@@ -192,7 +192,7 @@ def test_commands_that_watch_different_runs_ask_as_often_as_one(
             clock.now += 0.3
     assert 1 <= len(asked) <= 12
     assert {tuple(ids) for _, ids in asked} == {("1", "2", "3")}
-    clock.now += pace.KEPT_S
+    clock.now += polling.KEPT_S
     watched["1"].jobs("trains", ["1"], 1.0)
     assert asked[-1][1] == ["1"]
 

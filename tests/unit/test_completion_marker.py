@@ -14,7 +14,7 @@ from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Done, Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.submission import check_done
-from clusterddp.supervisor import done
+from clusterddp.supervisor import completion_marker
 from tests.histories import view
 from tests.wording import raises
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def looked(run: RunDirectory, mark: Done, *more: dict[str, Any], exited: bool = True) -> tuple[bool, str]:
     job = Job(name="x", module="x", device="cpu", gpus_per_node=2, done=mark)
-    return done.look(run, job, view([*EVENTS, *more]), exited)
+    return completion_marker.look(run, job, view([*EVENTS, *more]), exited)
 
 
 def test_a_file_counts_if_it_is_whole_and_not_older_than_the_run(run: RunDirectory, tmp_path: Path) -> None:
@@ -102,13 +102,15 @@ def test_a_line_before_the_first_step_does_not_count(run: RunDirectory) -> None:
         {"time": BEGAN, "attempt": 0, "event": name, "file": "a.pt"} for name in ("own_resume", "own_checkpoint_read")
     ]
     job = Job(name="x", module="x", done=mark)
-    assert [done.confirms(job, view(events).attempt(0)) for events in (EVENTS, [read[1]], read, [first])] == [
+    assert [
+        completion_marker.confirms(job, view(events).attempt(0)) for events in (EVENTS, [read[1]], read, [first])
+    ] == [
         False,
         False,
         True,
         True,
     ]
-    assert done.confirms(replace(job, see_steps=False), view(EVENTS).attempt(0))
+    assert completion_marker.confirms(replace(job, see_steps=False), view(EVENTS).attempt(0))
     with open(logs / "rank-0.err", "a") as file:
         file.write("90 epochs completed\n")
     assert looked(run, mark, first, exited=False) == (True, "rank 0 printed '90 epochs completed'")

@@ -1,4 +1,4 @@
-"""The guard of a job that outlives its nodes: ``python -m clusterddp.supervisor.guard RUN ATTEMPT PORT``, no torch.
+"""The guard of a job that outlives its nodes: ``python -m clusterddp.supervisor.batch_host_guard RUN ATTEMPT PORT``.
 
 If such a job loses its batch host, and the supervisor with it, Slurm leaves it RUNNING without a batch step until its
 time limit, and reports no failure (seen on 22.05.8 and 26.05.5). A guard is a step on another node. There are two,
@@ -26,8 +26,10 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import ACTIVE
 from clusterddp.worker.control_channel import keep_alive
 
-#: How often to look for a newer attempt, and the least and the most seconds between two questions to the controller.
-LOOK_S, ASK_S = 2.0, (20.0, 30.0)
+#: Seconds between two looks for a newer attempt.
+NEWER_ATTEMPT_CHECK_S = 2.0
+#: The least and the most seconds between two queries of the controller.
+QUERY_S = (20.0, 30.0)
 #: srun takes options from these, which are the ranks'.
 _OF_RANKS = ("SLURM_GPUS", "SLURM_GRES", "SLURM_NTASKS", "SLURM_CPUS_PER", "SLURM_TRES", "SLURM_MEM", "SLURM_DISTRIB")
 
@@ -45,7 +47,7 @@ def guard_command(run: str, attempt: int, port: int, node: str) -> list[str]:
         f"--nodelist={node}",
     ]
     quiet = ["--quiet", "--input=none", "--output=none", "--error=none"]
-    return [*step, *quiet, *module_command("clusterddp.supervisor.guard"), run, str(attempt), str(port)]
+    return [*step, *quiet, *module_command("clusterddp.supervisor.batch_host_guard"), run, str(attempt), str(port)]
 
 
 def guard_environment() -> dict[str, str]:
@@ -71,15 +73,15 @@ def await_break(host: str, port: int) -> None:
 def watch(run: RunDirectory, attempt: int, job_id: str, restarts: int) -> None:
     """Requeues this start of the job once Slurm has taken its batch host out of it. Returns then, or when a newer
     attempt exists."""
-    ask_at = time.monotonic() + random.uniform(*ASK_S)
+    ask_at = time.monotonic() + random.uniform(*QUERY_S)
     while True:
-        time.sleep(LOOK_S)
+        time.sleep(NEWER_ATTEMPT_CHECK_S)
         with suppress(OSError, SlurmError, RunDirectoryError):
             if run.superseded(attempt):
                 return
             if time.monotonic() < ask_at:
                 continue
-            ask_at = time.monotonic() + random.uniform(*ASK_S)
+            ask_at = time.monotonic() + random.uniform(*QUERY_S)
             if lost_batch_host(slurm.show_job(job_id), restarts):
                 (slurm.cancel if run.cancelled else slurm.requeue)(job_id)
                 return
