@@ -72,7 +72,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(waiting.time, "monotonic", lambda: world.now)
     monkeypatch.setattr(waiting.time, "sleep", world.sleep)
     monkeypatch.setattr(waiting, "run_states", world.run_states)
-    monkeypatch.setattr("clusterddp.slurm.pace.random.uniform", lambda least, _: least)
+    monkeypatch.setattr("clusterddp.slurm.polling.random.uniform", lambda least, _: least)
     return world
 
 
