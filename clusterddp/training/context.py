@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -412,7 +412,7 @@ class Context(Loaders):
 
         Raises TypeError for a part without a state and for a value that cannot be saved, ValueError for a wrong
         ``best``, RuntimeError when called twice, and CheckpointError when the checkpoint is damaged or does not fit the
-        parts, the seed or the dataset, or ``init_from`` does not fit.
+        parts, the seed or the dataset, or ``init_from`` does not fit. Stopped, on all ranks, if the run must stop.
         """
         if self._script_loop.run is not None:
             raise RuntimeError("ctx.run() was already called in this process. Pass all parts in one call")
@@ -425,6 +425,8 @@ class Context(Loaders):
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
         start_warm = partial(run_state.load, init_from, init_strict, named, self._group) if init_from else None
         values = Values(script_state)
+        if self._agreement.boundary():
+            self._stop_before_run()
         self._services = self._start_services(named.values(), metric)
         batches = training_loader(loader, self._group, self.seed, rng == "step")
         if self._settings.job.global_batch is not None and not isinstance(loader, Loader):
@@ -433,6 +435,14 @@ class Context(Loaders):
         given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None, self._orders)
         self._script_loop.run = run = _kind_of_run(self._settings)(given, self._services)
         return run
+
+    def _stop_before_run(self) -> NoReturn:
+        """All ranks stop before they restore a checkpoint, because the run has nothing new to save."""
+        reason = self._agreement.reason or ""
+        close_workers()
+        if self.is_main:
+            say(f"stopped ({reason}) before the run began to train")
+        raise Stopped(None, reason)
 
     def _start_services(self, parts: Iterable[Stateful], best: str | None) -> Services:
         """Connects saving, timing and tracking. Raises ValueError for a ``best`` that names no metric or

@@ -114,9 +114,9 @@ class Vote:
 class Agreement:
     """One per process, made by all ranks. After a request, all stop at the same boundary.
 
-    A *boundary* is a call of ``boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...: the
-    step loop makes one before its first step and one after each. Evaluations and other loops make their own. Without a
-    request, a boundary does not communicate.
+    A *boundary* is a call of ``boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...:
+    ``ctx.run()`` makes one before it restores a checkpoint, the step loop one before its first step and one after each.
+    Evaluations and other loops make their own. Without a request, a boundary does not communicate.
 
     A request is a key in the store, which any rank sets. Each rank has a watcher thread with its own store connection,
     blocked on that key. Every watcher then *first raises a local flag, then reads and publishes the number of the last

@@ -304,6 +304,48 @@ def test_the_ranks_of_a_local_run_see_no_variable_of_a_job_around_it(run: RunDir
     assert printed == ["0 2 []\n", "1 2 []\n"], said
 
 
+LATE = """
+import pathlib
+import sys
+import time
+
+import torch
+
+import clusterddp
+
+ctx = clusterddp.init()
+folder, attempt = pathlib.Path(sys.argv[1]), ctx.attempt
+if attempt == 1:
+    (folder / f"ready-{ctx.rank}").touch()
+    while '"attempt": 1, "event": "signal"' not in (ctx.run_dir / "events.jsonl").read_text():
+        time.sleep(0.05)
+model = ctx.wrap(torch.nn.Linear(1, 1))
+run = ctx.run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+for step in run.steps(6):
+    if attempt == 0 and step == 3:
+        run.stop("a stop in between")
+"""
+
+
+@pytest.mark.product
+def test_a_preemption_while_the_model_is_built_does_not_wait_for_the_restore(run: RunDirectory, tmp_path: Path) -> None:
+    """The attempt ends at ``ctx.run()``, and its predecessor's checkpoint stays the newest."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    command = (str(script), "--device", "cpu", "--gpus", "2")
+    first = submit(run, *command, "--", str(tmp_path))
+    process = start(run, *command, "--", str(tmp_path))
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks")
+    preempt_local(run)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, (first.stderr, err)
+    restored = [event["attempt"] for event in run.events() if event.get("phase") == "restoring"]
+    assert restored == [0, 2], story(run)
+    ended = [(event["attempt"], event["event"], event["step"]) for event in run.events() if "cause" in event]
+    assert ended == [(0, "stopped", 3), (1, "requeued", None)], story(run)
+    assert [event["step"] for event in run.events() if event["event"] == "resumed"] == [3]
+
+
 def test_a_rank_that_saves_after_a_notice_outlives_its_peers(run: RunDirectory) -> None:
     """Rank 1 dies of the TERM; rank 0's own save takes longer than the peers of a failed rank have otherwise."""
     process = start(run, "tests/scripts/saving_alone.py", "--device", "cpu", "--gpus", "2", "--", "8")
