@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import random
-import re
 import shutil
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from tests.markdown import table
 
 RESULTS = Path("benchmarks/results")
 RESAMPLES = 10_000
@@ -76,15 +77,6 @@ def write(folder: Path, name: str, text: str, found: Found) -> None:
     print(f"{written}\nwritten to {folder / name}.md and .json", flush=True)
 
 
-def fill(page: Path, tables: Mapping[str, str]) -> None:
-    """Replaces tables of a page, each between ``<!-- NAME: its command -->`` and ``<!-- end of NAME -->``."""
-    text = page.read_text()
-    for name, table in tables.items():
-        pattern = rf"(<!-- {re.escape(name)}: [^\n]* -->\n).*?(<!-- end of {re.escape(name)} -->)"
-        text = re.sub(pattern, lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text, flags=re.DOTALL)  # noqa: B023
-    page.write_text(text)
-
-
 # ---- figures
 
 
@@ -103,16 +95,6 @@ def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES) -> t
     draw = random.Random(0)
     found = sorted(median(draw.choices(values, k=len(values))) for _ in range(resamples))
     return found[int(0.025 * resamples)], found[min(resamples - 1, int(0.975 * resamples))]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; floats get two decimals."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 # ---- rows

@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.__main__ import BENCHMARKS, Benchmark, measured
+from tests import markdown
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOSS = 1.10
@@ -140,7 +141,9 @@ def described(found: dict[str, list[float] | str], sides: Sequence[Side]) -> tup
             continue
         verdict, low, high = judged(values)
         lines.append([name, f"{common.median(values):.3f} ({low:.3f} to {high:.3f})", verdict])
-    table = common.table(["row", f"{sides[1].name} by {sides[0].name} (95% interval)", "a loss of 10% or more?"], lines)
+    table = markdown.table(
+        ["row", f"{sides[1].name} by {sides[0].name} (95% interval)", "a loss of 10% or more?"], lines
+    )
     verdicts = [line[-1] for line in lines]
     return table, SLOWER in verdicts, any(verdict.startswith(FAILED) for verdict in verdicts)
 

@@ -62,6 +62,7 @@ from benchmarks.savers import (
 )
 from benchmarks.sides import in_turns, milliseconds
 from clusterddp.checkpoint.host_memory import free_memory
+from tests.markdown import table
 
 STALL_BAR, STALL_MORE_MS, LOST_BAR, LOOP_BAR, DURABLE_BAR, MEMORY_BAR = 1.15, 0.5, 1.0, 1.15, 1.5, 2.2
 CORES = len(os.sched_getaffinity(0))
@@ -303,7 +304,7 @@ def peers_tables(cases: Mapping[str, Any]) -> dict[str, str]:
 
     head = ["saver", "stall, ms", "training time lost with the stall, ms", "until durable, ms"]
     return {
-        f"Other savers: {name}": common.table(head, [[saver, *cells(times)] for saver, times in one["peers"].items()])
+        f"Other savers: {name}": table(head, [[saver, *cells(times)] for saver, times in one["peers"].items()])
         for name, one in cases.items()
         if one["peers"]
     }

@@ -33,6 +33,7 @@ from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.interruptions import power_off
+from tests.markdown import table
 from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 
@@ -158,7 +159,7 @@ def detection_table(found: dict[str, list[Recovery]]) -> str:
             common.spread([getattr(one, name) for one in recoveries], 2 * (name != "repeated")) for name in columns
         ]
         lines.append([FAULTS[kind][0], *cells])
-    return common.table(["median / largest", *columns.values()], lines)
+    return table(["median / largest", *columns.values()], lines)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from benchmarks.gpu_check.case import REPOSITORY, SCRIPTS, SMALL, STORY, Case, L
 from benchmarks.gpu_check.plan import ASSUMED, cases
 from clusterddp.process import adopt_orphans, descendants, signal_ranks
 from clusterddp.rundir.files import write_atomically
+from tests.markdown import table
 
 #: The name that the tests' pretend devices have.
 STAND_IN = "Stand-in GPU"
@@ -276,5 +277,5 @@ def page(record: Mapping[str, Any]) -> str:
 
 Measured on {record["date"]} on {where}. Before the cases: {speeds}.
 
-{common.table(["case", "result", "finding", "seconds"], lines)}
+{table(["case", "result", "finding", "seconds"], lines)}
 """

@@ -11,6 +11,7 @@ from benchmarks import common
 from benchmarks.peers.peers import LIMIT, PEERS
 from benchmarks.peers.schedules import EPOCHS, PER_EPOCH, SCHEDULES
 from benchmarks.peers.summary import Matrix, everything, leads, refreshed
+from tests import markdown
 
 PAGE = Path("docs/measurements/peers.md")
 TEXT = """# The same training under the same faults
@@ -46,7 +47,7 @@ def fill(figures: Mapping[str, Any]) -> None:
     names = {"peers": "What each promises", "training time": "Effective training time", "best peer": "The best peer"}
     made = tables(figures)
     shown = {name: made[heading] for name, heading in names.items()}
-    common.fill(PAGE, {**shown, "bound": common.row_table(figures["rows"])})
+    markdown.fill(PAGE, {**shown, "bound": common.row_table(figures["rows"])})
 
 
 def tables(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -61,9 +62,9 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
         for schedule, ours, peer, theirs, ratios in leads(cells)
     ]
     return {
-        "What each promises": common.table(["", "version", "what its documentation promises", "lines", "sum"], lines),
+        "What each promises": markdown.table(["", "version", "what its documentation promises", "lines", "sum"], lines),
         "Effective training time": matrix_table(cells),
-        "The best peer": common.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], best),
+        "The best peer": markdown.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], best),
         **{f"`{name}`: {SCHEDULES[name].words}": schedule_table(name, cells) for name in SCHEDULES},
     }
 
@@ -79,7 +80,7 @@ def matrix_table(cells: Cells) -> str:
         return f"{one['ettr']:.2f}{f' ({min(each):.2f} to {max(each):.2f})' if len(each) > 1 else ''}{_incomplete(one)}"
 
     lines = [[peer, *(shown(peer, schedule) for schedule in SCHEDULES)] for peer in [*PEERS, LIMIT.name]]
-    return common.table(["", *SCHEDULES], lines)
+    return markdown.table(["", *SCHEDULES], lines)
 
 
 #: Of a peer under a schedule: the table's head, and the figure's name and form.
@@ -104,7 +105,7 @@ def schedule_table(schedule: str, cells: Cells) -> str:
         ]
         for one in found
     ]
-    return common.table(["", "wall (alone)", *MEDIANS, "differing values"], lines)
+    return markdown.table(["", "wall (alone)", *MEDIANS, "differing values"], lines)
 
 
 def _incomplete(one: Mapping[str, Any]) -> str:

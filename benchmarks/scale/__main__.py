@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.scale import connections
+from tests.markdown import table
 
 #: Numbers of ranks; the rows are of the first.
 SIZES = (512, 4096)
@@ -48,7 +49,7 @@ def beside(sizes: Sequence[Mapping[str, Any]]) -> str:
     columns = {f"{size['ranks']:,} ranks": flat(size) for size in sizes}
     names = dict.fromkeys(name for column in columns.values() for name in column)
     lines = [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
-    return common.table(["", *columns], lines)
+    return table(["", *columns], lines)
 
 
 def flat(figures: Mapping[str, Any], above: str = "") -> dict[str, object]:

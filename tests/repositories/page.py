@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import fill
 from tests.ddp import REPOSITORY
+from tests.markdown import fill
 from tests.repositories.disturbances import CELLS, Result
 from tests.repositories.entries import Repository
 

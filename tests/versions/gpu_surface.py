@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import table
+from tests.markdown import table
 from tests.versions.cuda_stubs import write_stand_ins
 from tests.versions.environments import REPOSITORY
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import fill, table
+from tests.markdown import fill, table
 from tests.versions.environments import PAIRS, REPOSITORY
 
 FIGURES, PAGE = Path(__file__).with_name("RESULTS.json"), REPOSITORY / "docs" / "measurements" / "versions.md"
