@@ -14,7 +14,7 @@ import yaml
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
-from tests.trainings import Training
+from tests.trainings import Training, lift_hold
 
 T = TypeVar("T")
 
@@ -141,21 +141,6 @@ def lifting(up: Cluster, job_id: str, condition: Callable[[], T | None]) -> Call
         return condition()
 
     return look
-
-
-def lift_hold(up: Cluster, job_id: str) -> None:
-    """Lets a requeued job start in the next second, and in no earlier one.
-
-    A node refuses a job's credential that is not of a later second than the end of the job's last start there: Slurm
-    22.05.8 then logs `Killing non-startable batch JobId=2: Job credential revoked`, and the job is FAILED.
-    """
-    job = up.job(job_id)
-    if job.get("JobState") != "PENDING" or job.get("Reason") != "BeginTime":
-        return
-    # Set once: moved on again and again, the start would never come. It is Unknown when it has come.
-    start = job.get("StartTime", "Unknown")
-    if start != "Unknown" and time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) > time.time() + 2:
-        up.root(["scontrol", "update", f"JobId={job_id}", "StartTime=now+1"], check=False)
 
 
 def power_off(up: Cluster, node: str) -> None:

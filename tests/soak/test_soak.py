@@ -30,11 +30,11 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.conftest import Clusters
-from tests.interruptions import HighJob, TooLong, keep, lift_hold, lifting, submit_training, term_sent, until
+from tests.interruptions import HighJob, TooLong, keep, lifting, submit_training, term_sent, until
 from tests.soak import faults
 from tests.soak.faults import Fault, Maker
 from tests.soak.judging import STEPS, Injected, judge
-from tests.trainings import ranks_of
+from tests.trainings import lift_hold, ranks_of
 from tests.waiting import story
 
 T = TypeVar("T")
