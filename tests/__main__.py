@@ -83,6 +83,7 @@ class Part:
     def start(self, *options: str) -> subprocess.Popen[str]:
         """pytest on these tests, apart from the other parts if it starts a cluster."""
         command, environment = self.command(*options), dict(os.environ)
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what one part has compiled, the others need not
         if self.number:
             folder = self.folder / "var-lib"
             folder.mkdir(mode=0o755, exist_ok=True)

@@ -7,6 +7,7 @@ with ``--apart`` those of all processes of the process namespace: of Slurm's dae
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import random
@@ -82,6 +83,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(config.stash[_EXIT])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Lets one process of a queue collect after the other: the first compiles the test files for all."""
+    queue: Path | None = session.config.getoption("--queue")
+    if queue is None:
+        return (yield)
+    with (queue / "collecting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

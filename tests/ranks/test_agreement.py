@@ -108,13 +108,13 @@ def explore(ranks: int, main: tuple[str, ...] = MAIN, watcher: tuple[str, ...] =
     final = broken = 0
     while pending:
         world = pending.pop()
-        after = list(successors(world, main, watcher))
+        # The ranks are alike, so that worlds with the same ranks in another order are one.
+        after = {tuple(sorted(state, key=hash)) for state in successors(world, main, watcher)}
         if not after:
             final += 1
             broken += not agreed(world)
-        new = [state for state in after if state not in seen]
-        seen.update(new)
-        pending += new
+        pending += after - seen
+        seen |= after
     return final, broken
 
 
