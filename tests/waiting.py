@@ -8,15 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
-
-from clusterddp.checkpoint.parts import RESERVED
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
-from tests.checkpoint_files import content_of
 
 T = TypeVar("T")
 
@@ -70,6 +66,10 @@ def story(run: RunDirectory) -> str:
 
 def final_state(run: RunDirectory) -> Mapping[str, Any]:
     """All parts in the last checkpoint, flat, and what it has of each rank."""
+    # They import torch, which ranks that run a class of a test file can do without.
+    from clusterddp.checkpoint.parts import RESERVED
+    from tests.checkpoint_files import content_of
+
     content = content_of(max(run.checkpoints.glob("step-*")))
     parts = {name: value for name, value in content.items() if name not in RESERVED}
     flat: dict[str, Any] = {}
@@ -90,6 +90,8 @@ def flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The entries that are not equal to the last bit."""
+    import torch
+
     assert a.keys() == b.keys()
     return [
         key for key in a if not (torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key])

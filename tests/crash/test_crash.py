@@ -215,7 +215,7 @@ def only_other(calls: list[Call], rename: Call) -> list[Call]:
 def test_a_kill_at_any_call_loses_nothing_that_was_promised(stories: Stories) -> None:
     """SIGKILL of the rank, or of its writer, before each call that changes something or makes a change safe."""
     wrong = []
-    cases = some(stories.moments, 6)
+    cases = some(stories.moments, 9)
     for moment in cases:
         played = stories.kill(moment)
         if "killed by SIGKILL" not in played.trace:
@@ -229,7 +229,7 @@ def test_a_kill_at_any_call_loses_nothing_that_was_promised(stories: Stories) ->
 def test_an_error_of_any_call_stops_no_training_and_loses_nothing(stories: Stories) -> None:
     """Each call, answered with each error: at most one save fails, and the next one succeeds."""
     wrong = []
-    cases = some(list(itertools.product(stories.moments, ERRORS)), 20)
+    cases = some(list(itertools.product(stories.moments, ERRORS)), 30)
     for moment, error in cases:
         played = stories.fail(moment, error)
         if "(INJECTED)" not in played.trace:
@@ -248,7 +248,7 @@ def test_an_error_that_stays_stops_no_training_and_loses_nothing(stories: Storie
     wrong = []
     last = {moment.name: moment.promises for moment in stories.moments}
     starts = [(promises, name) for name in sorted(last) for promises in range(last[name] + 1)]
-    cases = some([(*start, error) for start in starts for error in ERRORS], 44)
+    cases = some([(*start, error) for start in starts for error in ERRORS], 66)
     for promises, name, error in cases:
         played = stories.fail_from(promises, name, error)
         if found := stopped_training(played) or problem(played.run, Promised.all(played.promises)):
@@ -264,8 +264,8 @@ def test_what_a_failed_sync_has_lost_is_written_again(stories: Stories, replay: 
     """
     wrong = []
     syncs = [moment for moment in stories.moments if moment.name == "fsync"]
-    cases = some(syncs, 120)
-    always = some([sync for sync in syncs if "metrics" in sync.path], 24)
+    cases = some(syncs, 180)
+    always = some([sync for sync in syncs if "metrics" in sync.path], 36)
     always += [folder for file, folder in itertools.pairwise(syncs) if "outcome" in file.path]
     for moment in [*cases, *(sync for sync in always if sync not in cases)]:
         before, recording = stories.fail_and_record(moment, "EIO")

@@ -106,16 +106,16 @@ SCRIPT = """
 import sys
 import torch
 import clusterddp
+from tests.descent import Descent
 
 ctx = clusterddp.init()
 words = {word: 1.0 * number for number, word in enumerate("one two three four five six seven eight nine ten".split())}
 values = torch.tensor([words[word] for word in (set(words) if "--set" in sys.argv else words)]).reshape(-1, 1)
-model = ctx.wrap(torch.nn.Linear(1, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+model = torch.nn.Linear(1, 1)
+optimizer = Descent(model, lr=0.001)
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.utils.data.TensorDataset(values), 2))
 for (batch,) in run.steps(1000):
     loss = model(batch).square().mean()
-    optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     run.log(loss=loss)

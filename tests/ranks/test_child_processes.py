@@ -246,7 +246,7 @@ for batch in run.steps(6 if ctx.attempt else 1_000_000):
 """
 
 
-@pytest.mark.parametrize("how", ["orig_argv", "argv"])
+@pytest.mark.parametrize("how", ["orig_argv", pytest.param("argv", marks=pytest.mark.product)])
 def test_a_rank_that_replaces_its_program_by_exec_keeps_its_place(tmp_path: Path, how: str) -> None:
     """Scripts set LD_LIBRARY_PATH so. The stop is saved, and no step is repeated."""
     script, run = tmp_path / "replaced.py", RunDirectory(tmp_path / "run")

@@ -26,10 +26,11 @@ import sys, time
 from pathlib import Path
 import torch
 import clusterddp
+from tests.descent import Descent
 
 ctx = clusterddp.init()
-model = ctx.wrap(torch.nn.Linear(2, 1))
-run = ctx.run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+model = torch.nn.Linear(2, 1)
+run = ctx.run(model=model, optimizer=Descent(model))
 for _ in run.steps(int(sys.argv[1])):
     model(torch.ones(2)).sum().backward()
     run.log(loss=1.0)

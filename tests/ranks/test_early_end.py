@@ -20,11 +20,12 @@ import sys
 import torch
 from torch.utils.data import TensorDataset
 import clusterddp
+from tests.descent import Descent
 
 how, total, *run_dir = sys.argv[1:]
 ctx = clusterddp.init(device="cpu", **({"run_dir": run_dir[0]} if run_dir else {}))
-model = ctx.wrap(torch.nn.Linear(1, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = torch.nn.Linear(1, 1)
+optimizer = Descent(model)
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(TensorDataset(torch.ones(8, 1)), batch_size=1))
 made = []
 for (x,) in run.steps(int(total)):

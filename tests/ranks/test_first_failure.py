@@ -92,8 +92,8 @@ def test_the_box_names_the_true_first_failure(
 
 
 PASSING = """
-import multiprocessing, os, signal, torch
-import clusterddp
+import multiprocessing, os, signal, torch, clusterddp
+from tests.descent import Descent
 class Samples(torch.utils.data.Dataset):
     def __len__(self): return 4000
     def __getitem__(self, index): return torch.ones(4)
@@ -102,7 +102,7 @@ attempt = int(os.environ["CLUSTERDDP_ATTEMPT"])
 if attempt == 1:
     raise OSError(116, "Stale file handle")
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+optimizer = Descent(model, 1e-6)
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(Samples(), 2, num_workers=1))
 for batch in run.steps(40):
     if run.step == 7 and attempt == 0:
@@ -110,7 +110,7 @@ for batch in run.steps(40):
             os.kill(child.pid, signal.SIGKILL)
     if run.step == 33:
         raise ValueError("bad sample")
-    optimizer.zero_grad(); model(batch).mean().backward(); optimizer.step()
+    model(batch).mean().backward(); optimizer.step()
 """
 
 

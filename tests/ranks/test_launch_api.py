@@ -95,17 +95,17 @@ def test_a_preempted_training_in_a_function_resumes_at_its_step(launch: Launch, 
         import torch
 
         import clusterddp
+        from tests.descent import Descent
 
         ctx = clusterddp.init()
-        model = ctx.wrap(torch.nn.Linear(2, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = torch.nn.Linear(2, 1)
+        optimizer = Descent(model)
         loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(64, 2)), batch_size=4)
         run = ctx.run(model=model, optimizer=optimizer, loader=loader)
         first = run.step
         for (x,) in run.steps(40):
             model(x).square().mean().backward()
             optimizer.step()
-            optimizer.zero_grad()
             run.log(made=1)
             (marks / str(ctx.rank)).touch()
             time.sleep(0.5 if first == 0 else 0)  # it is preempted long before the end

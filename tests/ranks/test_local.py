@@ -27,6 +27,7 @@ from clusterddp.supervisor.controller import give_notice
 from tests.cli import clusterddp
 from tests.cluster.system import Process
 from tests.histories import check_history
+from tests.preempted import attempt
 from tests.waiting import differing, final_state, preempt_local, story, wait_for_step, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -70,12 +71,11 @@ except:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run = RunDirectory(tmp_path_factory.mktemp("local") / "uninterrupted")
-    done = submit(run, *TRAINING, *whole())
-    assert done.returncode == 0, done.stderr
+    attempt(run, [REPOSITORY / TRAINING[0], "--steps", STEPS]).expect(0)
     return run
 
 
-def whole(pause_s: float = 0.0) -> list[str]:
+def whole(pause_s: float) -> list[str]:
     """The script's arguments for all steps."""
     return ["--", "--steps", str(STEPS), "--pause", str(pause_s)]
 

@@ -33,8 +33,9 @@ def standin(cluster: Cluster) -> dict[str, str]:
     return {**found, "PYTHONPATH": found["PYTHONPATH"].replace(str(ddp.REPOSITORY), str(cluster.source))}
 
 
-def test_digits_on_two_nodes_of_two_devices_preempted_ends_with_the_same_bits(
-    cluster: Cluster, runs: Path, tmp_path: Path
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.product)])
+def test_digits_on_nodes_of_two_devices_preempted_ends_with_the_same_bits(
+    cluster: Cluster, runs: Path, tmp_path: Path, nodes: int
 ) -> None:
     """Each task sees both devices of its node, which ``--gpus-per-node`` requests; the nodes are checked before.
 
@@ -42,12 +43,12 @@ def test_digits_on_two_nodes_of_two_devices_preempted_ends_with_the_same_bits(
     """
     run, whole = RunDirectory(runs / "run"), RunDirectory(tmp_path / "whole")
     command = [cluster.python, "-m", "clusterddp.submit", "jobs/digits.yaml", "--run-dir", run.path]
-    shape = ["--device", "cuda", "--nodes", "2", "--gpus", "2", "--partition", "low"]
+    shape = ["--device", "cuda", "--nodes", str(nodes), "--gpus", "2", "--partition", "low"]
     shape += ["--set", "preflight=true"]
     cluster.run([*command, *shape, "--", "--steps", str(STEPS)], cwd=cluster.source, env=standin(cluster))
     wait_for_step(run, 10)
     cluster.preempt(seconds=1)
-    attempt(whole, [DIGITS, "--steps", STEPS], ranks=4, devices=4).expect(0)
+    attempt(whole, [DIGITS, "--steps", STEPS], ranks=2 * nodes, devices=2 * nodes).expect(0)
     assert wait_for_outcome(run) == "completed", story(run)
     assert [event["warnings"] for event in events_of(run, "preflight")][:1] == [[]], story(run)
     (resumed,) = events_of(run, "resumed")

@@ -12,18 +12,22 @@ from tests.cluster import Cluster
 from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
 from tests.waiting import story, wait_for_step, wait_until
 
+#: While the ranks import: the next test. In an evaluation: ranks/test_resume.py.
+TYPICAL = [moment for moment in MOMENTS if moment not in ("import", "evaluation")]
+EVERY = [pytest.param(grace, MOMENTS, id=f"all-{grace}", marks=pytest.mark.product) for grace in (20, 0)]
 
-@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
+
+@pytest.mark.parametrize(("grace", "moments"), [pytest.param(20, TYPICAL, id="20"), *EVERY])
 def test_a_run_preempted_at_every_moment_loses_and_repeats_nothing(
-    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int, moments: list[str]
 ) -> None:
-    """One run, eight attempts, a preemption at a different moment of each; the last one comes after the last step.
+    """One run, a preemption at a different moment of each attempt; the last one comes after the last step.
 
     Without a grace: test_preemption_variants.py, at two moments.
     """
     cluster.set_grace(grace)
-    training = Training.submit(cluster, runs, "--moments", ",".join(MOMENTS))
-    preempt_at_each(training, MOMENTS)
+    training = Training.submit(cluster, runs, "--moments", ",".join(moments))
+    preempt_at_each(training, moments)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training)
     redone = [event["redone"] for event in training.run.events() if event["event"] == "resumed" and "redone" in event]
