@@ -89,6 +89,9 @@ ATTEMPT = Variable("CLUSTERDDP_ATTEMPT", "supervisor to ranks and scripts: the a
 DEVICE = Variable("CLUSTERDDP_DEVICE", "supervisor to ranks and scripts: cpu or cuda")
 LAUNCHER = Variable("CLUSTERDDP_LAUNCHER", "supervisor to ranks: slurm or local. User to ranks: torchrun")
 SUPERVISOR = Variable("CLUSTERDDP_SUPERVISOR", "supervisor to ranks: HOST:PORT of the control channel")
+INTERFACE = Variable(
+    "CLUSTERDDP_INTERFACE", "supervisor to ranks: the network interfaces that a node may use, by commas"
+)
 TOKEN = Variable("CLUSTERDDP_TOKEN", "supervisor to ranks: the attempt's secret for the control channel")
 USR2_NOTICE_S = Variable("CLUSTERDDP_USR2_NOTICE_S", "supervisor to ranks: seconds from USR2 to the time limit")
 PREFLIGHT = Variable("CLUSTERDDP_PREFLIGHT", "supervisor to ranks: on if the nodes are checked before training")
@@ -164,8 +167,20 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 
 #: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
-    *(RUN_DIR, RUN_INODE, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
+    *(
+        RUN_DIR,
+        RUN_INODE,
+        ATTEMPT,
+        DEVICE,
+        LAUNCHER,
+        SUPERVISOR,
+        INTERFACE,
+        TOKEN,
+        USR2_NOTICE_S,
+        WATCHDOG,
+        TERM_NOTICE_S,
+    ),
     *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, RUN_ID),
     *(TRACKERS, SAVED, SAVED_ITEMS, RESUMABLE, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
-    *(PROTECT_SAVES, SEE_STEPS, RANK_PROCESS),
+    *(PROTECT_SAVES, SEE_STEPS, RANK_PROCESS, INTERFACE),
 )

@@ -26,7 +26,8 @@ from clusterddp.checks import node as clock
 from clusterddp.checks.node import FAILED, Check, failed, guarded, ok, warning
 from clusterddp.reporter import counted
 from clusterddp.worker.control_channel import keep_alive, send_line
-from clusterddp.worker.rank import interface_of, reserve_port
+from clusterddp.worker.interfaces import interface_of
+from clusterddp.worker.rank import reserve_port, use_interface
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,10 @@ JOB_FILE, RESULTS_FILE = "doctor.yaml", "results.json"
 #: Timeouts in seconds for the checks of single nodes (with Python and torch on a slow disk) and of several.
 START_S, TOGETHER_S = 120.0, 90.0
 CONNECT_S, VISIBLE_S, GROUP_S = 60.0, 40.0, 60.0
-NETWORK = (
-    "check the network between the nodes, and which interface the ranks use (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+NETWORK = "check the network between the nodes, and choose the interface that the ranks use with --set interface=NAME"
+_LOOPBACK = (
+    "other nodes cannot reach this address, to which the node probably resolves its own name. Choose an interface with "
+    "--set interface=NAME, or ask the administrator to remove the name from the line with 127.0.1.1 in /etc/hosts"
 )
 _NO_GPU = (
     "CUDA_VISIBLE_DEVICES is {}. If that is right, check that torch is built with CUDA or ROCm, and that nvidia-smi or "
@@ -72,8 +75,7 @@ def main() -> None:
     hello = {"token": token, "rank": ranks.rank, "host": socket.gethostname(), "port": held.getsockname()[1]}
     send_line(connection, hello)
     address = connection.getsockname()[0]
-    if interface := interface_of(address):  # as clusterddp.worker does
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    use_interface(address)  # as clusterddp.worker does
 
     def report(checks: Iterable[Check]) -> bool:
         states = []
@@ -121,8 +123,8 @@ def network(address: str, nodes: int) -> Check:
     cards = _names(Path("/sys/class/infiniband"))
     found += f", InfiniBand {', '.join(cards)}" if cards else ""
     values = {"address": address, "interface": name, "infiniband": cards}
-    if nodes > 1 and address.startswith("127."):
-        return warning("network", found, NETWORK, **values)
+    if nodes > 1 and (address.startswith("127.") or address == "::1"):
+        return warning("network", found, _LOOPBACK, **values)
     return ok("network", found, **values)
 
 

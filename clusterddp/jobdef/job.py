@@ -19,6 +19,7 @@ from clusterddp.jobdef.kinds import (
     BEST,
     COMMAND,
     GPUS,
+    INTERFACES,
     INTERVAL,
     MEMORY,
     MODULE,
@@ -306,6 +307,9 @@ class Job:
     ] = None
     """The time limit of one job. None: the partition's default. YAML takes sbatch's formats: minutes, M:S, H:M:S, D-H,
     D-H:M, D-H:M:S."""
+    time_min_s: Annotated[int | None, Named("time_min"), TIME, Sbatch()] = None
+    """The shortest time limit that a job may get. Slurm may start it sooner with a limit between this and ``time``, and
+    the run continues in further jobs. None: always ``time``."""
     partition: Annotated[Word | None, Sbatch(), Option("-p, --partition NAME", "partition, as in sbatch")] = None
     """The partition, as in sbatch. None: the site's default."""
     account: Annotated[Word | None, Sbatch(), Option("-A, --account NAME", "account to charge, as in sbatch")] = None
@@ -401,6 +405,10 @@ class Job:
     lift_hold: bool = True
     """Whether ``submit --wait`` and ``wait --resubmit`` release a requeued job from Slurm's hold. Owners may do so,
     but some sites ask their users not to."""
+    interface: Annotated[tuple[str, ...], INTERFACES] = ()
+    """The network interface that the nodes of a job use: ``ib0``, or a list of which each node uses the first that it
+    has. For connections between supervisor and ranks, MASTER_ADDR, gloo and NCCL. Empty: the one on the route to the
+    other nodes, and NCCL chooses its own."""
     backend: Annotated[Literal["nccl", "gloo"] | None, BACKEND] = None
     """The process group's backend. None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
     node_memory: Annotated[

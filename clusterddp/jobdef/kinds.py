@@ -302,6 +302,24 @@ TIME = Value(
 )
 
 
+def _interfaces(node: Node) -> tuple[str, ...]:
+    """One name, or a list of names."""
+    names = [read_argument(item) for item in node.value] if isinstance(node.value, list) else [read_text(node)]
+    for name in names:
+        if not re.fullmatch(r"[^\s,/:=^]{1,15}", name):
+            raise Wrong(f"expected the name of a network interface such as ib0, or a list of names, got {name!r}")
+    return tuple(names)
+
+
+_INTERFACE = {"type": "string", "pattern": r"^[^\s,/:=^]{1,15}$"}
+INTERFACES = Value(
+    _interfaces,
+    either(_INTERFACE, {"type": "array", "items": _INTERFACE}),
+    valid=["ib0", "[ib0, hsn0]"],
+    wrong=["a b", "{a: b}", "[[a]]", "^lo", "=ib0"],
+)
+
+
 def _backend(node: Node) -> str:
     if node.text == "mpi":
         raise Wrong(

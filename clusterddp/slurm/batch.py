@@ -148,7 +148,7 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     log = str(run.logs / "job-%j.log")
     requeue = "expedite" if job.expedite_requeue else True
     additional: dict[str, Any] = {"requeue": requeue, "chdir": str(folder), "output": log, "error": log}
-    given = {name: entry.write(job) for name, entry in KEYS.items() if entry.mark(Sbatch)}
+    given = {name.replace("_", "-"): entry.write(job) for name, entry in KEYS.items() if entry.mark(Sbatch)}
     additional |= {name: value for name, value in given.items() if value is not None}
     if job.mem == "none":
         del additional["mem"]

@@ -34,7 +34,7 @@ QUERY_S = (20.0, 30.0)
 _OF_RANKS = ("SLURM_GPUS", "SLURM_GRES", "SLURM_NTASKS", "SLURM_CPUS_PER", "SLURM_TRES", "SLURM_MEM", "SLURM_DISTRIB")
 
 
-def guard_command(run: str, attempt: int, port: int, node: str) -> list[str]:
+def guard_command(run: str, attempt: int, address: str, node: str) -> list[str]:
     """The command that starts the guard on a node, beside the ranks."""
     step = [
         "srun",
@@ -47,7 +47,7 @@ def guard_command(run: str, attempt: int, port: int, node: str) -> list[str]:
         f"--nodelist={node}",
     ]
     quiet = ["--quiet", "--input=none", "--output=none", "--error=none"]
-    return [*step, *quiet, *module_command("clusterddp.supervisor.batch_host_guard"), run, str(attempt), str(port)]
+    return [*step, *quiet, *module_command("clusterddp.supervisor.batch_host_guard"), run, str(attempt), address]
 
 
 def guard_environment() -> dict[str, str]:
@@ -90,9 +90,10 @@ def watch(run: RunDirectory, attempt: int, job_id: str, restarts: int) -> None:
 def main() -> None:
     """Guards one attempt."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job ends without waiting for this process
-    run, attempt, port = RunDirectory(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    run, attempt = RunDirectory(sys.argv[1]), int(sys.argv[2])
+    host, _, port = sys.argv[3].rpartition(":")
     hold_run(run)
-    await_break(os.environ["SLURM_LAUNCH_NODE_IPADDR"], port)
+    await_break(host or os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(port))
     watch(run, attempt, slurm.own_job_id(os.environ) or "", int(os.environ.get("SLURM_RESTART_COUNT", 0)))
 
 

@@ -39,6 +39,13 @@ RETRY_S = 0.5
 _FALLING_SILENT = 2
 
 
+def listen(host: str = "", backlog: int | None = None) -> socket.socket:
+    """A listening socket with a free port. Without a host, at all addresses of this node, IPv4 and IPv6."""
+    if host or not socket.has_dualstack_ipv6():
+        return socket.create_server((host, 0), backlog=backlog)
+    return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+
+
 class Outbox:
     """Sends lines over non-blocking connections that ``selector`` has for reading. Not thread-safe.
 
@@ -196,7 +203,7 @@ class ControlServer:
         self._token, self._handlers, self._ranks = token, handlers, ranks
         self._most_strangers = _most_strangers(ranks)
         # All ranks may connect at once. Beyond net.core.somaxconn they wait until their kernel tries again.
-        self._listener = socket.create_server((host, 0), backlog=max(4096, ranks or 0))
+        self._listener = listen(host, backlog=max(4096, ranks or 0))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, _Peer] = {}
@@ -323,7 +330,8 @@ class ControlServer:
             except OSError:  # already reset
                 connection.close()
                 continue
-            peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
+            host = str(address[0]).removeprefix("::ffff:")  # as an IPv6 socket shows an IPv4 address
+            peer = _Peer(connection, host, time.monotonic() + _HELLO_S)
             self._peers[connection] = self._strangers[connection] = peer
             self._strangers_from[peer.address] += 1
             self._selector.register(connection, selectors.EVENT_READ)

@@ -21,9 +21,11 @@ from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
-from clusterddp.protocol import ATTEMPT, RUN_DIR
+from clusterddp.protocol import ATTEMPT, INTERFACE, RUN_DIR, SUPERVISOR
 from clusterddp.rundir.files import create_file, read_bytes
+from clusterddp.supervisor.addresses import reached_at
 from clusterddp.supervisor.batch_host_guard import guard_command, guard_environment
+from clusterddp.supervisor.control_server import listen
 
 #: The nodes are unknown: srun chooses.
 ALL_NODES = Placement()
@@ -34,8 +36,8 @@ LOOK_S = 2.0
 class Launcher(Protocol):
     """The ranks of one attempt."""
 
-    #: The launcher's name in the ranks' environment, and the supervisor's address ('' if it is in the
-    #: environment of srun's tasks).
+    #: The launcher's name in the ranks' environment, and the address that the supervisor listens at ('': all of this
+    #: node's, one of which ``start`` tells the ranks).
     name: str
     supervisor_host: str
     #: Grace period, in seconds, for reachable ranks to exit before ``abandon``.
@@ -84,6 +86,12 @@ class SlurmLauncher:
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun. Its own messages go to ``logs/srun.err``."""
         self._messages = logs / "srun.err"
+        host = reached_at(os.environ, self._job.interface)
+        environment = {
+            **environment,
+            SUPERVISOR: f"{host}{environment[SUPERVISOR]}",  # which has the port
+            **({INTERFACE: ",".join(self._job.interface)} if self._job.interface else {}),
+        }
         if self._job.share == "group":  # slurmd would create them with the umask's mode
             for rank in range(self._job.world_size):
                 for name in ("out", "err"):
@@ -99,9 +107,9 @@ class SlurmLauncher:
             )
         self.pid = self._srun.pid
         if self._job.outlives_nodes:
-            self._start_guards(environment)
+            self._start_guards(environment, host)
 
-    def _start_guards(self, environment: Mapping[str, str]) -> None:
+    def _start_guards(self, environment: Mapping[str, str], host: str) -> None:
         """On the last node with ranks, whose loss ends the attempt, so that the next one has another guard, and on one
         in the middle, which may be lost together with neither: racks are neighbours in Slurm's order."""
         own = os.environ.get("SLURMD_NODENAME")
@@ -109,10 +117,10 @@ class SlurmLauncher:
         if not others:
             return
         # The kernel completes the guard's connection, and answers its probes while this node and this process live.
-        self._listener = socket.create_server(("", 0))
-        port, null = self._listener.getsockname()[1], subprocess.DEVNULL
+        self._listener = listen()
+        address, null = f"{host}:{self._listener.getsockname()[1]}", subprocess.DEVNULL
         for node in dict.fromkeys((others[-1], others[(len(others) - 1) // 2])):
-            command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), port, node)
+            command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), address, node)
             started = subprocess.Popen(command, env=guard_environment(), stdin=null, stdout=null, stderr=null)
             self._guards.append(started)
 

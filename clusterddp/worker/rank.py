@@ -10,7 +10,6 @@ expects (``stop: {signal: USR1}``), the script gets that one instead.
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
 import random
 import re
@@ -19,7 +18,6 @@ import runpy
 import signal
 import socket
 import stat
-import struct
 import sys
 import threading
 import time
@@ -54,6 +52,7 @@ from clusterddp.worker import (
     code_paths,
     control_channel,
     gpus,
+    interfaces,
     optimizer_hook,
     own_saves,
     rank_exit,
@@ -292,9 +291,7 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     environment.mark(os.environ)
     if channel.term_notice_s is not None:
         os.environ[protocol.TERM_NOTICE_S] = str(channel.term_notice_s)
-    # gloo resolves the host name, which on many clusters gives 127.0.1.1 or fails.
-    if interface := interface_of(channel.local_address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    use_interface(channel.local_address)
     # When rank 0's store is lost, every peer prints C++ stacks, which would bury the first failure.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return held
@@ -631,18 +628,18 @@ def _bind(port: int) -> socket.socket:
     return held
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address, or None."""
-    get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+def use_interface(address: str) -> None:
+    """gloo uses the interface with this address: it resolves the host name, which on many clusters gives 127.0.1.1 or
+    fails. With the key ``interface``, gloo and NCCL use the one that the key names on this node.
+
+    Raises LauncherEnvironmentError if the node has none of these.
+    """
+    if wanted := os.environ.get(protocol.INTERFACE):
+        interface = interfaces.present(wanted.split(","))
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no other name that begins like it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    elif found := interfaces.interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
 
 
 def _forget_in_child() -> None:

@@ -54,6 +54,8 @@ class ClusterConfig:
     """A requeued job is held for this many seconds plus one."""
     max_array_size: int = 1001
     """The largest job array has so many tasks."""
+    loopback_names: bool = False
+    """Slurm knows the nodes by name, and each resolves its own to 127.0.1.1, as Debian and cloud-init configure it."""
     release: str | None = None
     """The Debian release whose Slurm it is, such as `trixie`; None is the machine's own Slurm."""
 
@@ -192,8 +194,9 @@ def _node(config: ClusterConfig, site: Site, name: str) -> str:
     more += f" CoreSpecCount={config.reserved_cores}" if config.reserved_cores else ""
     more += f" MemSpecLimit={config.reserved_mib}" if config.reserved_mib else ""
     return (
-        f"NodeName={name} NodeAddr={site.address(name)} CPUs={config.cpus} Sockets=1 "
-        f"CoresPerSocket={config.cpus // config.threads} ThreadsPerCore={config.threads} RealMemory=1000000{more} "
+        f"NodeName={name} NodeAddr={name if config.loopback_names else site.address(name)} CPUs={config.cpus} "
+        f"Sockets=1 CoresPerSocket={config.cpus // config.threads} ThreadsPerCore={config.threads} "
+        f"RealMemory=1000000{more} "
         "State=UNKNOWN"
     )
 

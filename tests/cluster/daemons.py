@@ -136,7 +136,11 @@ class Daemons:
         command(["sacctmgr", "--immediate", "--quiet", *words], env=self.environment)
 
     def start_slurmctld(self, *, fresh: bool = False) -> None:
-        self.spawn("slurmctld", ["slurmctld", "-D", "-i", *(["-c"] if fresh else [])])
+        command = ["slurmctld", "-D", "-i", *(["-c"] if fresh else [])]
+        if self.state.config.loopback_names:  # which this host need not know
+            inside = f"mount --bind {self.root}/etc/hosts /etc/hosts && exec {' '.join(command)}"
+            command = ["unshare", "--mount", "sh", "-c", inside]
+        self.spawn("slurmctld", command)
         self.await_ready("slurmctld", self._controller_answers)
 
     def _controller_answers(self) -> bool:
@@ -146,7 +150,13 @@ class Daemons:
     def start_slurmd(self, node: str) -> None:
         """A host name and an /etc/hosts of its own; /sys/fs/cgroup stays, without which slurmd refuses to start."""
         slurmd = f"slurmd -D -N {node}{self._stepd()}"
-        inside = f"hostname {node} && mount --bind {self.root}/etc/hosts /etc/hosts && exec {slurmd}"
+        hosts = f"{self.root}/etc/hosts"
+        if self.state.config.loopback_names:
+            lines = Path(hosts).read_text().splitlines()
+            hosts += f"-{node}"
+            own = [f"127.0.1.1 {node}" if line.endswith(f" {node}") else line for line in lines]
+            Path(hosts).write_text("\n".join(own) + "\n")
+        inside = f"hostname {node} && mount --bind {hosts} /etc/hosts && exec {slurmd}"
         # slave: what a test mounts below the state folder later (a small disk, say) is seen on the nodes too.
         unshare = ["unshare", "--uts", "--mount", "--propagation", "slave", "sh", "-c", inside]
         enter = ["nsenter", f"--net={network.namespace(self.root, node)}"]

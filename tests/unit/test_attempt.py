@@ -1464,7 +1464,7 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     monkeypatch.setattr("clusterddp.supervisor.launcher.LOOK_S", 0.05)
     before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # as the supervisor does
     launcher = SlurmLauncher(JOB)
-    launcher.start(["true"], dict(os.environ), tmp_path)
+    launcher.start(["true"], {**os.environ, protocol.SUPERVISOR: ":1"}, tmp_path)
     signal.signal(signal.SIGQUIT, before)
     assert launcher.wait() == 137
     assert launcher.exit_statuses()[1].not_started == "Slurmd could not connect IO"
@@ -1563,7 +1563,7 @@ def test_why_srun_failed_does_not_matter_once_the_controller_explains_it(run: Ru
 def test_a_missing_srun_is_a_failure_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     launcher = SlurmLauncher(JOB)
-    launcher.start(["true"], dict(os.environ), tmp_path)
+    launcher.start(["true"], {**os.environ, protocol.SUPERVISOR: ":1"}, tmp_path)
     assert launcher.wait() != 0
     assert launch_failure((tmp_path / "srun.err").read_text()).refused
 

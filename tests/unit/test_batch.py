@@ -86,6 +86,20 @@ def test_the_script_needs_no_slurm_and_leaves_no_file(tmp_path: Path, monkeypatc
     assert list(inspect.signature(SlurmExecutor._make_submission_file_text).parameters) == ["self", "command", "uid"]
 
 
+def test_a_job_may_start_sooner_with_a_shorter_time_limit() -> None:
+    """Slurm chooses a limit between the two."""
+    text = script(from_values({"module": "net", "time": "24:00:00", "time_min": "4:00:00"}))
+    assert "#SBATCH --time=1-00:00:00\n" in text and "#SBATCH --time-min=0-04:00:00\n" in text
+
+
+@pytest.mark.parametrize(("key", "option"), [("gpu_request", "gpus"), ("mem", "mem")])
+def test_what_is_not_to_be_requested_is_not(key: str, option: str) -> None:
+    """As sites require that refuse the options."""
+    values = {"module": "net", "gpus_per_node": "a100:8", "mem": "8G"}
+    assert f"--{option}" in script(from_values(values))
+    assert f"--{option}" not in script(from_values({**values, key: "none"}))
+
+
 def test_cpu_jobs_request_no_gpu_and_a_missing_limit_is_left_to_the_partition() -> None:
     """submitit's default would be five minutes."""
     text = script(Job(name="net", script="/net.py", device="cpu", gpus_per_node=4))

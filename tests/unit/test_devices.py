@@ -153,6 +153,16 @@ def test_other_gpus_and_another_layout_make_a_resume_inexact(before: Any, now: A
 # --- AMD GPUs: bindings of GPUs to tasks, and the variables that hide GPUs, by what HIP and torch document
 
 
+def test_ranks_are_distributed_in_the_order_of_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's default alternates between the sockets of a node. What the user gives stays."""
+    monkeypatch.delenv("SLURM_DISTRIBUTION", raising=False)
+    assert "--distribution=block:block" in srun_command(Job(name="x", module="x"), tmp_path)
+    own = srun_command(Job(name="x", module="x", srun={"distribution": "cyclic"}), tmp_path)
+    assert [word for word in own if "distribution" in word] == ["--distribution=cyclic"]
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")
+    assert not any("distribution" in word for word in srun_command(Job(name="x", module="x"), tmp_path))
+
+
 def test_each_rank_may_be_bound_to_its_own_gpu(tmp_path: Path) -> None:
     """As LUMI and Frontier document it, with a remark for NVIDIA GPUs."""
     job = Job("x", module="x", gpus_per_node=8, srun={"gpus-per-task": "1", "gpu-bind": "closest"})
