@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError, RunFailed, SlurmError, UsageError
+from clusterddp.history.beginnings import Started
+from clusterddp.history.ends import Completed
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.program import name_of, source_of
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
-from clusterddp.rundir.schemas import is_count
 from clusterddp.runs import sweep_submission
 from clusterddp.runs.progress_display import Progress, Shown, described, find_log, newest_failure
 from clusterddp.runs.recording import ONLY_JOB, Content
@@ -300,7 +301,7 @@ class Handle:
         if self._run.outcome() is None and not self._run.attempts():
             log = self._run.loop_log
             return f"{text}\n{log.read_text(errors='replace')}" if log.exists() else text
-        failure = newest_failure(self._run.events())
+        failure = newest_failure(self._run.history())
         if failure is None or (self._run.outcome() or {}).get("state") == "cancelled":
             return text
         return f"{text}\n{failure_box(described(self._run, failure))}"
@@ -384,9 +385,8 @@ def _start_local(job: Job, run_dir: str | None, content: Content) -> Handle:
 
 def _last_attempt(run: RunDirectory) -> tuple[int, int]:
     """The attempt that completed the run, and its number of ranks, else the newest attempt, and the job's ranks."""
-    events = run.events()
-    completed = [event["attempt"] for event in events if event["event"] == "completed"]
-    attempt = completed[-1] if completed else run.newest_attempt() or 0
-    started = [event for event in events if event["event"] == "started" and event["attempt"] == attempt]
-    ranks: list[int] = [event["ranks"] for event in started if is_count(event.get("ranks"))]
-    return attempt, ranks[0] if ranks else load_resolved(run.job_file).world_size
+    history = run.history()
+    completed = history.last(Completed)
+    attempt = run.newest_attempt() or 0 if completed is None else completed.attempt
+    started = history.attempt(attempt).first(Started)
+    return attempt, load_resolved(run.job_file).world_size if started is None else started.ranks

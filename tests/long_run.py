@@ -72,7 +72,7 @@ def _attempt(
         yield event("phase", number, time=launched + 5 * (share + 1), phase=phase)
     how = {"step": begin, "redone": again}
     if number:
-        yield event("resumed", number, time=begins - 1, parent=number - 1, inexact=[], **how)
+        yield event("resumed", number, time=begins - 1, parent={"attempt": number - 1, "step": 0}, inexact=[], **how)
     else:
         yield event("progress", number, time=begins - 1, rank=0, step=0, steps=100_000)
         yield event("training", number, time=begins - 1, **how)

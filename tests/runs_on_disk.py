@@ -10,6 +10,7 @@ from typing import Any
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.histories import whole
 
 #: When the runs began.
 BEGAN = 1_795_000_000.0
@@ -41,7 +42,8 @@ def recorded_run(path: Path, events: Iterable[Mapping[str, Any]] = (), **files: 
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a JSON lines file, unless there are no lines."""
+    """Writes a JSON lines file, unless there are no lines. Those of a history are made ``whole``."""
+    lines = map(whole, lines) if path.name == "events.jsonl" else lines
     if text := "".join(json.dumps(line) + "\n" for line in lines):
         path.write_text(text)
 

@@ -21,6 +21,7 @@ from clusterddp.checks.nodes_job import check_nodes, summary
 from clusterddp.cli.live import terminal_width
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.failures.node_memory import FOLDER, UNLESS, by_node, is_avoided, letter, recall, weight
+from clusterddp.history.view import RunView
 from clusterddp.report.efficiency import lost_nodes, node_hours
 from clusterddp.reporter import counted, duration, put, show
 from clusterddp.rundir.run_directory import find_runs, runs_folder
@@ -94,11 +95,11 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     return int(state == FAILED)
 
 
-def _histories() -> Iterator[list[dict[str, Any]]]:
+def _histories() -> Iterator[RunView]:
     """Those of the runs in the folder for runs. A run whose history cannot be read is skipped."""
     for run in find_runs(()):
         with suppress(OSError, RunDirectoryError):
-            yield run.events()
+            yield run.history()
 
 
 def _spares(lost: Mapping[str, float]) -> str:

@@ -402,7 +402,7 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
 def _how_to_export(winner: Best) -> str:
     """The export command. If the run keeps its best checkpoint by the same metric, also that checkpoint."""
     command = f"clusterddp export {shlex.quote(as_typed(winner.run.path))}"
-    kept = best_saved(winner.run.events())
+    kept = best_saved(winner.run.history())
     if kept is None or kept["metric"] != winner.metric:
         return f"Export it with: {command} model.safetensors"
     value = f"{kept['value']:.6g}" if isinstance(kept["value"], float) else kept["value"]

@@ -17,6 +17,7 @@ from typing import BinaryIO, TextIO
 
 from clusterddp.cli.live import coloured
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
+from clusterddp.history.failures import LaunchFailed
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, in_one_line, is_unread, printable, put, say, show
 from clusterddp.rundir.claims import taken_over, waiting_claim
@@ -341,11 +342,11 @@ def _chosen(run: RunDirectory, ranks: Ranks, attempt: int | str | None) -> list[
 
 def _failed_logs(run: RunDirectory, attempt: int | str | None) -> list[Log]:
     """The logs of the ranks that failed by themselves in an attempt. None: in the newest with such a failure."""
-    events = run.events()
-    if attempt is None and (newest := newest_failure(events)) is not None:
-        attempt = int(newest["attempt"])
+    history = run.history()
+    if attempt is None and (newest := newest_failure(history)) is not None:
+        attempt = newest.attempt
     numbers = run.attempts() if attempt in (_ALL, None) else [attempt]
-    found = [(int(number), failed_ranks(run, int(number), events)) for number in numbers]
+    found = [(int(number), failed_ranks(run, history.attempt(int(number)))) for number in numbers]
     if not any(ranks for _, ranks in found):
         where = "" if attempt in (_ALL, None) else f" in attempt {attempt}"
         raise RunDirectoryError(
@@ -373,13 +374,13 @@ def _show_failure(run: RunDirectory) -> bool:
     if outcome is None or outcome["state"] != "failed":
         return False
     show(f"{run} failed: {in_one_line(outcome['reason'])}")
-    failure = newest_failure(run.events())
+    failure = newest_failure(run.history())
     if failure is None:
         return False
     put(failure_box(described(run, failure)))
-    if failure["event"] == "launch_failed":
+    if isinstance(failure, LaunchFailed):
         return True
-    rank, attempt = failure["rank"], failure["attempt"]
+    rank, attempt = failure.rank, failure.attempt
     show(f"See the whole output of rank {rank} with: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
     show("For other ranks, use --rank failed, --rank 0,4-7 or --rank all. For all attempts, use --attempt all")
     return True

@@ -12,8 +12,7 @@ from typing import Any
 
 from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.history.codec import sentence
-from clusterddp.report.data import SCHEMA, Words, collect
+from clusterddp.report.data import SCHEMA, collect
 from clusterddp.report.page import page
 from clusterddp.reporter import counted, put, say
 from clusterddp.rundir.files import write_atomically
@@ -23,8 +22,6 @@ from clusterddp.runs import progress_display
 from clusterddp.runs.sweep_members import Found, compare
 from clusterddp.slurm.run_states import run_states
 from clusterddp.version import __version__
-
-_WORDS = Words(sentence, progress_display.described)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +65,7 @@ def collected(runs: Sequence[RunDirectory], now: float) -> dict[str, Any]:
     values, notes = _values(found)
     collected = []
     for summary, state in found:
-        data = collect(summary, state, _WORDS, now)
+        data = collect(summary, state, progress_display.described, now)
         data["notes"] += notes + _damaged_checkpoint(summary.run)
         collected.append({**data, "values": values.get(summary.run.path, {})})
         notes = []  # about the sweep: once

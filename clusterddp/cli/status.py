@@ -12,7 +12,8 @@ from clusterddp.cli.live import View, watch
 from clusterddp.failures import exclusion
 from clusterddp.history.beginnings import Started
 from clusterddp.history.checkpoints import SavedItself
-from clusterddp.history.codec import decode, sentence
+from clusterddp.history.codec import sentence
+from clusterddp.history.steps import StepsSeen
 from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -25,7 +26,7 @@ from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import TimedInterval
 from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
-from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of, looked_at, state_sentence
+from clusterddp.runs.run_status import code_of, full_report, intervals_of, looked_at, state_sentence
 from clusterddp.slurm.polling import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.trackers.registry import overview
@@ -64,19 +65,17 @@ def show(run: RunDirectory) -> None:
 
 def described(run: RunDirectory) -> str:
     """A run's state and its history in sentences, and a text for the administrator about its excluded nodes."""
-    events, now = run.events(), time.time()
+    history, now = run.history(), time.time()
     summary, state = looked_at(run)
-    lines = [*_facts(summary, state, events, now), *_history(events)]
-    history = RunView(map(decode, events))
+    lines = [*_facts(summary, state, history, now), *_history(history)]
     for node in exclusion.excluded(history, now):
         lines.append(f"\nMessage to send to the cluster's administrator:\n\n{exclusion.letter(history, node, now)}")
     return "\n".join(lines)
 
 
-def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> list[str]:
+def _facts(summary: Summary, state: RunState, history: RunView, now: float) -> list[str]:
     """The facts about a run, a line each."""
     job = load_resolved(summary.run.job_file)
-    history = RunView(map(decode, events))
     code = code_of(summary.run, history)
     intervals = intervals_of(summary.run)
     facts = [
@@ -85,8 +84,8 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         *[("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
         *([("code", code)] if code else []),
         ("attempts", str(len(history.with_ranks))),
-        *_time(job, *booked(summary, state, events, now), events, intervals),
-        *[*_progress(summary, state, now), *_own_checkpoint(summary, history, now), *_best(events)],
+        *_time(job, *booked(summary, state, history, now), history, intervals),
+        *[*_progress(summary, state, now), *_own_checkpoint(summary, history, now), *_best(history)],
         *(_slow(intervals) if state.word not in OVER else []),
         *(_gpus(intervals) if state.word == "running" else []),
         *[*_nodes(job, summary, state, history), *excluded_nodes(job, history, now)],
@@ -95,17 +94,17 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
     return [one_line(f"{name:9} {words}") for name, words in facts]
 
 
-def _history(events: Sequence[Event]) -> list[str]:
+def _history(history: RunView) -> list[str]:
     """A line per event that has a sentence, oldest first."""
-    return [f"  {moment(event['time'])}  {words}" for event in events if (words := sentence(event))]
+    return [f"  {moment(event.time)}  {words}" for event in history if (words := sentence(event))]
 
 
 def _view(run: RunDirectory, queue: PacedQueue) -> View:
     """What --watch shows: the facts, and the history with the newest event first."""
-    events = run.events()
+    history = run.history()
     summary, state = looked_at(run, queue)
-    history = [one_line(line) for line in reversed(_history(events))]
-    return View([*_facts(summary, state, events, time.time()), *history], state.word in OVER)
+    newest_first = [one_line(line) for line in reversed(_history(history))]
+    return View([*_facts(summary, state, history, time.time()), *newest_first], state.word in OVER)
 
 
 def _waiting(state: RunState, now: float) -> Sequence[Fact]:
@@ -128,14 +127,14 @@ def _log(state: RunState) -> Sequence[Fact]:
 
 
 def _time(
-    job: Job, booking: Booking, made: Spent | None, events: Sequence[Event], intervals: Sequence[TimedInterval]
+    job: Job, booking: Booking, made: Spent | None, history: RunView, intervals: Sequence[TimedInterval]
 ) -> Sequence[Fact]:
     """ETTR, where the time went, and advice."""
-    if made is None or all(event.get("step") is None and event["event"] != "steps_seen" for event in events):
+    if made is None or all(event.at_step is None and not isinstance(event, StepsSeen) for event in history):
         return []
     words = (made.sentence(), made.breakdown(), made.idle())
     facts = [("time" if line is words[0] else "", line) for line in words if line]
-    return [*facts, *(("advice", words) for words in advice(job, booking, events, intervals))]
+    return [*facts, *(("advice", words) for words in advice(job, booking, history, intervals))]
 
 
 def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
@@ -180,9 +179,9 @@ def _own_checkpoint(summary: Summary, history: RunView, now: float) -> Sequence[
     return [("saved", f"{own.file}, {duration(max(0.0, now - written))} ago")]
 
 
-def _best(events: Sequence[Event]) -> Sequence[Fact]:
+def _best(history: RunView) -> Sequence[Fact]:
     """The best checkpoint, with its number for ``export``."""
-    best = best_saved(events)
+    best = best_saved(history)
     return [] if best is None else [("best", f"{_values({best['metric']: best['value']})}, checkpoint {best['step']}")]
 
 

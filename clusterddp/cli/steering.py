@@ -31,7 +31,7 @@ from clusterddp.errors import (
 )
 from clusterddp.failures import exclusion
 from clusterddp.failures.stack_traces import NAMED, described, summary
-from clusterddp.history.codec import sentence
+from clusterddp.history.codec import decode, sentence
 from clusterddp.history.outcome import over_already
 from clusterddp.history.words import at_step
 from clusterddp.hostlist import expand, ranges, ranks_in
@@ -112,7 +112,7 @@ def save(run: RunDirectory) -> int:
         put(f"Checkpoint {answer['checkpoint']} is saved")
         return 0
     end = await_end(run, attempt)  # a stop that came first has also saved
-    put(sentence(end) or "")
+    put(sentence(decode(end)) or "")
     return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
 
 
@@ -131,7 +131,7 @@ def _end(run: RunDirectory, kind: str, **values: Any) -> Mapping[str, Any]:
     """Sends a request that ends the attempt. Returns the event of its end, and prints its sentence."""
     attempt, _ = request(run, kind, **values)
     end = await_end(run, attempt)
-    put(sentence(end) or "")
+    put(sentence(decode(end)) or "")
     return end
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from clusterddp import codec
 from clusterddp.codec import Entry, Misfit
 from clusterddp.history import beginnings, checkpoints, ends, failures, steps, stops
-from clusterddp.history.event import EVENTS, Event, Unread
+from clusterddp.history.event import EVENTS, Event, Unread, name_of
 from clusterddp.reporter import in_one_line
 
 #: The modules with events, in the order of the reference. Each adds its own to ``EVENTS``.
@@ -50,8 +50,7 @@ def encode(event: Event) -> dict[str, Any]:
     """The object of an event's line. Without the fields that have their default, unless the event was read from a line
     with them. A field that was changed since is the last one."""
     kind = type(event)
-    name = event.event if isinstance(event, Unread) else event.name
-    values = {"time": event.time, "attempt": event.attempt, "event": name}
+    values = {"time": event.time, "attempt": event.attempt, "event": name_of(event)}
     own = {item.name: getattr(event, item.name) for item in _fields(kind)}
     values |= {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
     values |= event.others
@@ -61,14 +60,19 @@ def encode(event: Event) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
-def sentence(line: Mapping[str, Any]) -> str | None:
-    """One sentence for a line. None for events that are only recorded."""
-    event = decode(line)
+def sentence(event: Event) -> str | None:
+    """One sentence for an event, with its attempt. None for events that are only recorded."""
+    words = words_of(event)
+    return f"attempt {event.attempt}: {words}" if words else None
+
+
+def words_of(event: Event) -> str | None:
+    """The same without its attempt."""
     try:
         text = event.sentence()
     except ValueError:  # a damaged line, whose fields contradict each other
         text = event.name
-    return f"attempt {event.attempt}: {in_one_line(text)}" if text else None
+    return in_one_line(text) if text else None
 
 
 def listed(kind: type[Any]) -> str:

@@ -44,11 +44,16 @@ class Event:
     @property
     def at_step(self) -> int | None:
         """The number of completed steps that it names. None if it names none."""
-        return getattr(self, "step", None)
+        return getattr(self, "step", self.others.get("step"))
 
     def sentence(self) -> str | None:
         """The event in words."""
         return None
+
+
+def name_of(event: Event) -> str:
+    """The event's name in its line."""
+    return event.event if isinstance(event, Unread) else event.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +61,6 @@ class Unread(Event, abstract=True):
     """An event of another version of clusterddp, or a damaged one. ``others`` has its fields as in the line."""
 
     event: str
-
-    @property
-    def at_step(self) -> int | None:
-        """The number of completed steps that it names. None if it names none."""
-        return self.others.get("step")
 
     def sentence(self) -> str | None:
         return self.event if self.event in EVENTS else None

@@ -193,6 +193,8 @@ class RankFailed(Event):
         return f"first failure{at_step(self.step)}: rank {self.rank} ({self.host}) {self.error}{fault}"
 
 
+#: What names the first failure of an attempt.
+Failure = RankFailed | Hung | LaunchFailed
 #: What may be the failure of a node: that of its rank or GPU, or its own. ``suspect`` is the node, if it is at fault.
 NodeFailure = RankFailed | Hung | NodeLost
 

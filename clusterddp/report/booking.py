@@ -17,15 +17,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from clusterddp.history.beginnings import unread
-from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
+from clusterddp.history.beginnings import (
+    Allocated,
+    Beginning,
+    Forked,
+    OwnResume,
+    Phase,
+    Resumed,
+    Started,
+    Submitted,
+    Training,
+)
+from clusterddp.history.checkpoints import Checkpoint, CheckpointDamaged, CheckpointFailed
+from clusterddp.history.ends import AttemptEnd, Requeued, Restarted, Resubmitted, RunEnd, Stopped
+from clusterddp.history.event import Event
+from clusterddp.history.failures import Hung, NodeLost, RankFailed, Suspended
+from clusterddp.history.steps import Evaluated, Stalled, StepsSeen
+from clusterddp.history.stops import Finishing, Stopping
+from clusterddp.history.view import AttemptView, RunView
+from clusterddp.history.words import BY_SLURM, PHASES, RUN_ENDS
 from clusterddp.rundir.schemas import is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
-
-Event = Mapping[str, Any]
 
 #: The categories of a second, in the order of an attempt, with the words of ``status`` and of the report.
 CATEGORIES: Mapping[str, str] = {
@@ -103,7 +118,7 @@ class Booking:
 
 
 def book(
-    events: Iterable[Event],
+    history: RunView,
     now: float,
     state: str = "unknown",
     newest_step: float | None = None,
@@ -113,19 +128,18 @@ def book(
     """Books a run's time up to ``now``, or to its end.
 
     Args:
-        events: the run's history.
+        history: the run's.
         now: unix seconds.
         state: a word of ``run_states.WORDS``, or limited: what the run does after its records end.
         newest_step: when the newest line of the metrics was written, if there is one.
         submitted: when the run's job was submitted, for a run without a history.
         waited: when ranks waited for stragglers, oldest first.
     """
-    events = list(events)
-    attempts = _attempts(events)
-    ends = [event["time"] for event in events if event["event"] in RUN_ENDS]
-    ended = bool(ends) and state not in _OF_STATE and (not attempts or ends[-1] >= attempts[-1].launch["time"])
+    attempts = _attempts(history)
+    ends = [event.time for event in history.all(RunEnd)]
+    ended = bool(ends) and state not in _OF_STATE and (not attempts or ends[-1] >= attempts[-1].launch.time)
     provisional = not ended and state not in RUN_ENDS
-    times = [event["time"] for event in events] + _submissions(events)
+    times = [event.time for event in history] + _submissions(history)
     known = [time for time in [*times, submitted] if time is not None]
     if not known:
         return Booking((), provisional)
@@ -143,31 +157,26 @@ def book(
     return Booking(tuple(_with_details(line.intervals, attempts, list(waited))), provisional)
 
 
-def book_run(
-    summary: Summary, state: RunState, events: Iterable[Event], now: float, waited: Iterable[Wait] = ()
-) -> Booking:
+def book_run(summary: Summary, state: RunState, history: RunView, now: float, waited: Iterable[Wait] = ()) -> Booking:
     """``book`` for a run as ``list`` knows it."""
     claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
     step = summary.metrics.get("time")
     limited = state.word == "pending" and state.job is not None and state.job.reason == "JobArrayTaskLimit"
     word = "limited" if limited else state.word
-    return book(events, now, word, step if is_time(step) else None, min(claimed, default=None), waited)
+    return book(history, now, word, step if is_time(step) else None, min(claimed, default=None), waited)
 
 
-def idle_node_s(booking: Booking, events: Iterable[Event]) -> float:
+def idle_node_s(booking: Booking, history: RunView) -> float:
     """Seconds of attempts, times nodes of the job that had no ranks: spare ones, and those that the run had left."""
     idle: dict[int | None, int] = {
-        attempt.number: len(attempt.launch.get("spares", ())) + len(attempt.launch.get("aside", ()))
-        for attempt in _attempts(list(events))
+        event.attempt: len(event.spares) + len(event.aside) for event in history.all(Started)
     }
     return sum(one.seconds * idle.get(one.attempt, 0) for one in booking.intervals)
 
 
 def continues(end: Event | None) -> bool:
     """Whether an attempt ended such that the run was in the queue from then on."""
-    if end is None:
-        return False
-    return end["event"] in ("requeued", "resubmitted") or end.get("then") == BY_SLURM
+    return isinstance(end, (Requeued, Resubmitted)) or (isinstance(end, Stopped) and end.then == BY_SLURM)
 
 
 class _Line:
@@ -185,99 +194,86 @@ class _Line:
             self.at = time
 
 
-class _Attempt:
+class _Attempt(AttemptView):
     """The events of an attempt, sorted by time: a rank's report may be written late."""
 
-    def __init__(self, number: int, events: list[Event], script_loops: bool) -> None:
-        self.number = number
-        self.events = sorted(events, key=lambda event: event["time"])
+    def __init__(self, attempt: AttemptView, script_loops: bool) -> None:
+        super().__init__(attempt.number, sorted(attempt, key=lambda event: event.time))
         self.script_loops = script_loops
-        self.launch = self.first("started") or next(
-            event for event in self.events if event["event"] not in ("submitted", "forked")
-        )
-        self.end = next((event for event in self.events if event["event"] in ATTEMPT_ENDS), None)
-        self.local = "pid" in self.launch and "job" not in self.launch
-
-    def first(self, name: str) -> Event | None:
-        return next((event for event in self.events if event["event"] == name), None)
+        self.started = self.first(Started)
+        self.launch = self.started or next(event for event in self if not isinstance(event, _BEFORE))
+        self.end = self.first(AttemptEnd)
+        self.local = self.started is not None and self.started.pid is not None and self.started.job is None
+        self.allocated = self.first(Allocated)
 
     def submitted(self) -> float | None:
         """When its job was submitted, or requeued."""
-        event = self.first("submitted")
-        return _submitted(event) if event is not None else self.allocated("submitted")
-
-    def allocated(self, name: str) -> float | None:
-        event = self.first("allocated")
-        value = event.get(name) if event is not None else None
-        return value if is_time(value) else None
+        event = self.first(Submitted) or self.allocated
+        return None if event is None else _submitted(event)
 
     def trouble(self) -> tuple[float, str] | None:
         """From when its ranks had failed or hung, and the category of the time until all of them had ended.
 
         The ranks that wait for one on a dead node hang. That rank failed when its node stopped responding.
         """
-        hung, failed = self.first("hung"), self.first("rank_failed")
+        hung, failed = self.first(Hung), self.first(RankFailed)
         if hung is not None:
-            return hung["time"] - _seconds(hung, "stalled_s"), "hung"
+            return hung.time - (hung.stalled_s or 0.0), "hung"
         if failed is not None:
-            category = "launching" if self.first("node_lost") is None else "hung"
-            return _seconds(failed, "since") or failed["time"], category
+            return failed.since or failed.time, "hung" if self.has(NodeLost) else "launching"
         return None
 
     def changes(self) -> Iterator[tuple[float, str]]:
         """When rank 0 began to do something else, and what."""
         before: str | None = None
-        for event in self.events:
-            if event["event"] == "stopping":
+        for event in self:
+            if isinstance(event, Stopping):
                 yield from self._stop(event)
             now = _phase(event)
-            if before == "importing" and event["event"] == "training" and "log" in event:
+            if before == "importing" and isinstance(event, Training) and event.log is not None:
                 now = "training"  # its steps are known only from its output
             before = now or before
             if now == "importing" and not self.script_loops and self.trouble() is None:
                 now = "unknown"  # it trains without clusterddp, or not at all
             if now is not None:
-                yield event["time"], now
+                yield event.time, now
 
-    def _stop(self, stopping: Event) -> list[tuple[float, str]]:
+    def _stop(self, stopping: Stopping) -> list[tuple[float, str]]:
         """All ranks stop: the last save blocks them, unless the step was saved before."""
-        begun = stopping["time"]
-        saves = [event for event in self.events if event["event"].startswith("checkpoint")]
-        done = [event["time"] for event in saves if event["time"] >= begun]
+        begun = stopping.time
+        saves = [event for event in self if isinstance(event, (Checkpoint, CheckpointFailed, CheckpointDamaged))]
+        done = [event.time for event in saves if event.time >= begun]
         if done:
             return [(begun, "saving"), (done[-1], "launching")]
-        resumed = [event for event in self.events if event["event"] == "resumed"]
-        saved = [*resumed, *saves][-1:]
-        return [(begun, "launching" if saved and saved[0].get("step") == stopping.get("step") else "saving")]
+        saved = [*self.all(Resumed), *saves][-1:]
+        return [(begun, "launching" if saved and saved[0].step == stopping.step else "saving")]
 
 
-def _attempts(events: Sequence[Event]) -> list[_Attempt]:
+#: Events of a run that never started, or not yet.
+_BEFORE = (Submitted, Forked)
+
+
+def acted(history: RunView) -> list[AttemptView]:
     """The attempts with any activity, oldest first."""
-    own: dict[int, list[Event]] = {}
-    for event in events:
-        own.setdefault(event["attempt"], []).append(event)
-    loops = any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
-    acted = {number for number, found in own.items() if any(e["event"] not in ("submitted", "forked") for e in found)}
-    return [_Attempt(number, own[number], loops) for number in sorted(acted)]
+    return [attempt for attempt in history.attempts if any(not isinstance(event, _BEFORE) for event in attempt)]
 
 
-def _submitted(event: Event) -> float | None:
-    """When the job of an event ``submitted`` was submitted. That is recorded when it starts."""
-    time = event.get("submitted") if event["event"] in ("submitted", "allocated") else None
-    return min(time, event["time"]) if is_time(time) else None
+def _attempts(history: RunView) -> list[_Attempt]:
+    loops = history.has(Beginning, StepsSeen)
+    return [_Attempt(attempt, loops) for attempt in acted(history)]
 
 
-def _submissions(events: Sequence[Event]) -> list[float]:
+def _submitted(event: Submitted | Allocated) -> float | None:
+    """When the job of an event was submitted. That is recorded when it starts."""
+    return None if event.submitted is None else min(event.submitted, event.time)
+
+
+def _submissions(history: RunView) -> list[float]:
     """When jobs were submitted. Slurm has the second, and the submission's own record is a little later."""
-    known = [(event, time) for event in events if (time := _submitted(event)) is not None]
-    own = {event["attempt"]: time for event, time in known if event["event"] == "submitted"}
-    by_slurm = [(event["attempt"], time) for event, time in known if event["event"] == "allocated"]
+    own = {event.attempt: min(event.submitted, event.time) for event in history.all(Submitted)}
+    known = ((event.attempt, _submitted(event)) for event in history.all(Allocated))
+    by_slurm = [(attempt, time) for attempt, time in known if time is not None]
     return [*own.values(), *(min(max(time, own.get(attempt, time)), time + 1) for attempt, time in by_slurm)]
-
-
-def _seconds(event: Event, name: str) -> float:
-    value: Any = event.get(name)
-    return float(value) if is_time(value) else 0.0
 
 
 # --- between attempts
@@ -285,9 +281,9 @@ def _seconds(event: Event, name: str) -> float:
 
 def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
     """Books the time until the attempt is launched."""
-    launched = attempt.launch["time"]
+    launched = attempt.launch.time
     end = None if before is None else before.end
-    if end is not None and end["event"] == "restarted":
+    if isinstance(end, Restarted):
         line.until(launched, "launching")
         return
     waited = before is None or continues(end)
@@ -297,14 +293,15 @@ def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
     if not waited:
         submitted = attempt.submitted()
         line.until(launched if submitted is None else min(submitted, launched), "down")
-    eligible, begun = attempt.allocated("eligible"), attempt.allocated("begun")
-    if eligible is not None:
-        eligible = min(eligible, begun or launched, launched)
-        if attempt.allocated("limit"):  # Slurm does not report how much of the wait was the hold after a requeue
+    allocated = attempt.allocated
+    begun = launched if allocated is None else min(allocated.begun, launched)
+    if allocated is not None and allocated.eligible is not None:
+        eligible = min(allocated.eligible, begun)
+        if allocated.limit:  # Slurm does not report how much of the wait was the hold after a requeue
             line.until(min(eligible, line.at + (HOLD_S if before is not None and waited else 0.0)), "held")
             line.until(eligible, "limited")
         line.until(eligible, "held")
-    line.until(launched if begun is None else min(begun, launched), "queued")
+    line.until(begun, "queued")
     line.until(launched, "launching")
 
 
@@ -315,23 +312,24 @@ def _book_attempt(
     line: _Line, attempt: _Attempt, after: _Attempt | None, state: str, newest_step: float | None
 ) -> None:
     """Books an attempt from its launch to its end, or to its last record."""
-    seen = after.launch.get("seen") if after is not None else newest_step
+    seen = newest_step
+    if after is not None:
+        seen = None if after.started is None else after.started.seen
     if attempt.end is not None:
-        end = attempt.end["time"]
+        end = attempt.end.time
     elif after is None and state == "running":
         end = line.end
     else:
-        own = [event["time"] for event in attempt.events]
-        end = max([*own, seen] if is_time(seen) else own)
+        end = max([*(event.time for event in attempt), seen or 0.0])
     if after is not None:
-        end = min(end, after.launch["time"])
+        end = min(end, after.launch.time)
     trouble = attempt.trouble()
-    trouble_at = end if trouble is None else min(end, max(trouble[0], attempt.launch["time"]))
+    trouble_at = end if trouble is None else min(end, max(trouble[0], attempt.launch.time))
     # Rank 0 may have made steps after the last heartbeat from the rank at fault.
-    earliest = trouble_at - (BEAT_S if attempt.first("hung") else 0.0)
-    if trouble is not None and trouble[1] == "hung" and is_time(seen) and earliest < seen <= end:
-        evaluated = [event["time"] for event in attempt.events if event["event"] == "evaluated"]
-        trouble_at = max([seen, attempt.launch["time"], *(time for time in evaluated if time <= trouble_at)])
+    earliest = trouble_at - (BEAT_S if attempt.has(Hung) else 0.0)
+    if trouble is not None and trouble[1] == "hung" and seen is not None and earliest < seen <= end:
+        evaluated = [event.time for event in attempt.all(Evaluated) if event.time <= trouble_at]
+        trouble_at = max([seen, attempt.launch.time, *evaluated])
     category = "launching"
     for time, following in attempt.changes():
         line.until(min(time, trouble_at), category, attempt.number)
@@ -346,11 +344,11 @@ def _book_attempt(
 
 def _phase(event: Event) -> str | None:
     """What rank 0 does from this event on, or None if the event does not tell."""
-    if event["event"] == "finishing":
+    if isinstance(event, Finishing):
         return "saving"
-    if event["event"] != "phase":
+    if not isinstance(event, Phase):
         return None
-    phase = str(event.get("phase"))  # perhaps one of a newer version
+    phase = event.phase  # perhaps one of a newer version
     return _OF_PHASE.get(phase, phase) if phase in PHASES else "unknown"
 
 
@@ -364,21 +362,20 @@ def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], waite
     repeated: list[tuple[float, float]] = []
     stopped: list[tuple[float, float]] = []
     for attempt in attempts:
-        if unread(attempt.events):
-            repeated.append((0.0, attempt.launch["time"]))
-        for event in attempt.events:
-            if event["event"] == "evaluated":
-                evaluations.append((event["time"] - _seconds(event, "seconds"), event["time"]))
-            elif event["event"] == "checkpoint":
-                blocked = _seconds(event, "blocked_s")
-                begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
-                saves.append((begun, begun + blocked))
-            elif event["event"] in ("suspended", "stalled"):
-                stopped.append((event["time"] - _seconds(event, "seconds"), event["time"]))
-            elif event["event"] == "own_resume" and ("file" in event or event.get("from_start")):
+        if attempt.unread:
+            repeated.append((0.0, attempt.launch.time))
+        for event in attempt:
+            if isinstance(event, Evaluated):
+                evaluations.append((event.time - event.seconds, event.time))
+            elif isinstance(event, Checkpoint):
+                begun = event.time - max(event.blocked_s, event.durable_s)
+                saves.append((begun, begun + event.blocked_s))
+            elif isinstance(event, (Suspended, Stalled)):
+                stopped.append((event.time - event.seconds, event.time))
+            elif isinstance(event, OwnResume) and (event.file is not None or event.from_start):
                 # The work since that checkpoint. Without known steps, it is unknown when it is repeated.
-                repeated.append((_seconds(event, "written"), attempt.launch["time"]))
-    if not any(map(_is_numbered, (event for attempt in attempts for event in attempt.events))):
+                repeated.append((event.written or 0.0, attempt.launch.time))
+    if not any(map(_is_numbered, (event for attempt in attempts for event in attempt))):
         seen = any(attempt.script_loops for attempt in attempts)
         work = frozenset(("training",) if seen else ("unknown", "importing"))
         intervals = laid_over(intervals, repeated, "repeating", work)
@@ -400,7 +397,7 @@ def _without(wait: Wait, hung: Iterable[Interval]) -> Wait:
 
 def _is_numbered(event: Event) -> bool:
     """Whether a loop of clusterddp has begun, which reports when it repeats steps."""
-    return event["event"] == "resumed" or (event["event"] == "training" and "log" not in event)
+    return isinstance(event, Resumed) or (isinstance(event, Training) and event.log is None)
 
 
 # --- what is laid over intervals

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.history.beginnings import Beginning
+from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import is_loss
 from clusterddp.reporter import counted
 from clusterddp.rundir import json_lines, metrics_lines, schemas
@@ -147,16 +149,13 @@ def _clipped(value: Any) -> float:
     return float(max(-_LARGEST, min(_LARGEST, value)))
 
 
-def limits(run: RunDirectory, events: Iterable[Mapping[str, Any]], metrics: Metrics) -> dict[int, float]:
+def limits(run: RunDirectory, history: RunView, metrics: Metrics) -> dict[int, float]:
     """For each attempt, the step from which its lines do not count, because a later attempt began there.
 
     Where an attempt began is in its resume record, which only the owner can read, and in an event. Without both, its
     first line is used. A damaged record is in the notes of the metrics.
     """
-    begun: dict[int, int] = dict(metrics.first)
-    for event in events:
-        if event["event"] in ("training", "resumed") and schemas.is_count(event.get("step")):
-            begun[event["attempt"]] = event["step"]
+    begun = {**metrics.first, **{event.attempt: event.step for event in history.all(Beginning)}}
     for number in run.attempts():
         try:
             begun |= {number: record["step"]} if (record := run.resumed(number)) else {}

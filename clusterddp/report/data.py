@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.history.beginnings import Started
+from clusterddp.history.checkpoints import Checkpoint, CheckpointDamaged, CheckpointFailed
+from clusterddp.history.codec import decode, words_of
+from clusterddp.history.event import name_of
+from clusterddp.history.failures import Failure, LaunchFailed
 from clusterddp.history.outcome import is_unconfirmed
+from clusterddp.history.view import RunView
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -23,18 +28,16 @@ from clusterddp.report.curves import Grid, Metrics, curves, incomplete, limits, 
 from clusterddp.report.efficiency import advice, gpu_rows, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.report.theme import clipped
-from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
+from clusterddp.report.timeline import in_words, interruptions, lanes
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir import json_lines, records, schemas
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.progress import main_metric
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.schemas import is_count
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import Timings, read_timings
 from clusterddp.slurm.run_states import OVER, RunState
 
-Event = Mapping[str, Any]
 _T = TypeVar("_T")
 
 #: The version of the schema. It changes when a key is removed or changes its meaning, not with a new key.
@@ -43,23 +46,21 @@ SCHEMA = 1
 _FIRST_EVENTS, _LAST_EVENTS, _FAILURES, _BOXES = 40, 160, 30, 5
 #: The maximum number of characters of a sentence, of a box and of the job definition.
 _SENTENCE, _BOX, _JOB = 600, 6_000, 20_000
+#: Larger amounts are those of damaged lines.
+_LARGEST = 1e18
 #: The errors from a damaged or foreign record, with values of unexpected types.
 _UNEXPECTED = (ClusterddpError, OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
-@dataclass(frozen=True)
-class Words:
-    """The words of the layers above for events: a sentence, and what is known of a first failure."""
-
-    sentence: Sentence
-    failure: Callable[[RunDirectory, Event], str]
+#: What is known of a first failure, in words.
+Describe = Callable[[RunDirectory, Failure], str]
 
 
-def collect(summary: Summary, state: RunState, words: Words, now: float) -> dict[str, Any]:
+def collect(summary: Summary, state: RunState, describe: Describe, now: float) -> dict[str, Any]:
     """A run's data. ``summary`` and ``state``: what ``clusterddp list`` knows of it."""
     run, notes = summary.run, [summary.error] if summary.error else []
     job = _tried("job.yaml", lambda: load_resolved(run.job_file), notes)
-    events = _events(run, notes)
+    history = _events(run, notes)
     timings = _tried("timing.jsonl", lambda: read_timings(run), notes) or Timings()
     if timings.skipped:
         notes.append(f"{counted(timings.skipped, 'line')} of timing.jsonl skipped, because another program wrote them")
@@ -69,19 +70,19 @@ def collect(summary: Summary, state: RunState, words: Words, now: float) -> dict
         notes.append(incomplete("timing.jsonl"))
     empty = Booking((), state.word not in OVER)
     booking = (
-        _tried("the history", lambda: book_run(summary, state, events, now, waits(timings.intervals)), notes) or empty
+        _tried("the history", lambda: book_run(summary, state, history, now, waits(timings.intervals)), notes) or empty
     )
-    found = _tried("the history", lambda: lanes(booking, events, words.sentence, state.word), notes) or []
+    found = _tried("the history", lambda: lanes(booking, history, state.word), notes) or []
     within = (booking.intervals[0].begin, booking.intervals[-1].end) if booking.intervals else None
     advised: list[str] = []
     if job:
-        advised = _tried("the history", lambda: advice(job, booking, events, timings.intervals), notes) or []
+        advised = _tried("the history", lambda: advice(job, booking, history, timings.intervals), notes) or []
     gpus = gpu_rows(timings.intervals)
     timings = Timings()  # to free them before the metrics are read
     metrics = read_metrics(run)
-    counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
+    counted_until = _tried("the attempts", lambda: limits(run, history, metrics), notes) or {}
     notes += metrics.notes
-    notes += _absent(run, events, metrics, state)
+    notes += _absent(run, history, metrics, state)
     stops = interruptions(found)
     data = {
         "run": str(run),
@@ -95,18 +96,18 @@ def collect(summary: Summary, state: RunState, words: Words, now: float) -> dict
         "began": within[0] if within else summary.started,
         "ended": within[1] if within else None,
         "notes": notes,
-        "time": _tried("the history", lambda: (made := spent(booking, events)) and made.as_json(), notes),
+        "time": _tried("the history", lambda: (made := spent(booking, history)) and made.as_json(), notes),
         "advice": advised,
         "attempts": found,
         "interruptions": stops,
-        "metrics": _main_first(curves(metrics, counted_until), best_saved(events)),
+        "metrics": _main_first(curves(metrics, counted_until), best_saved(history)),
         "gpus": gpus,
-        "checkpoints": _checkpoints(events),
-        "failures": _failures(run, events, words, notes),
-        "history": _history(events, words.sentence),
-        "events": len(events),
+        "checkpoints": _checkpoints(history),
+        "failures": _failures(run, history, describe, notes),
+        "history": _history(history),
+        "events": len(history),
         "job": _job(run, job, notes),
-        "code": _code(run, events, notes),
+        "code": _code(run, history, notes),
         "commands": _commands(summary, state),
     }
     doubtful = summary.outcome is not None and is_unconfirmed(summary.outcome)
@@ -129,9 +130,9 @@ def _tried(what: str, read: Callable[[], _T], notes: list[str]) -> _T | None:
 # --- the history
 
 
-def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
+def _events(run: RunDirectory, notes: list[str]) -> RunView:
     """All readable events. A note counts the others."""
-    found: list[Event] = []
+    found = RunView()
     wrong, torn = 0, False
     try:
         with json_lines.open_lines(run.events_file) as file:
@@ -139,7 +140,7 @@ def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
             for event, error in json_lines.parsed(lines, schemas.EVENT):
                 wrong += error is not None
                 if event is not None:
-                    found.append(event)
+                    found.add(decode(event))
             torn = lines.torn
     except FileNotFoundError:
         pass
@@ -153,13 +154,12 @@ def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
     return found
 
 
-def _absent(run: RunDirectory, events: Sequence[Event], metrics: Metrics, state: RunState) -> list[str]:
+def _absent(run: RunDirectory, history: RunView, metrics: Metrics, state: RunState) -> list[str]:
     """Files that should be there. A run that waits for its first attempt has neither of them."""
     found = []
-    if not events and (metrics.lines or state.word in OVER or run.newest_attempt() is not None):
+    if not history and (metrics.lines or state.word in OVER or run.newest_attempt() is not None):
         found.append("events.jsonl is missing, so the run has no history")
-    trained = any(event["event"] == "checkpoint" for event in events)
-    if not metrics.lines and (trained or (not events and found)):
+    if not metrics.lines and (history.has(Checkpoint) or (not history and found)):
         found.append("metrics.jsonl is missing, so no step is recorded")
     return found
 
@@ -170,32 +170,32 @@ def _main_first(found: list[dict[str, Any]], saved: Mapping[str, Any] | None) ->
     return sorted(found, key=lambda one: one["name"] != main)
 
 
-def _history(events: Sequence[Event], sentence: Sentence) -> list[dict[str, Any]]:
+def _history(history: RunView) -> list[dict[str, Any]]:
     """The events that have a sentence: of a long history, the first and the last."""
     found = []
-    for event in events:
-        words = without_attempt(event, sentence)
+    for event in history:
+        words = words_of(event)
         if words is not None:
-            kind, time, attempt = event["event"], event["time"], event["attempt"]
-            found.append({"time": time, "attempt": attempt, "event": kind, "words": clipped(words, _SENTENCE)})
+            line = {"time": event.time, "attempt": event.attempt, "event": name_of(event)}
+            found.append({**line, "words": clipped(words, _SENTENCE)})
     return found if len(found) <= _FIRST_EVENTS + _LAST_EVENTS else [*found[:_FIRST_EVENTS], *found[-_LAST_EVENTS:]]
 
 
-def _failures(run: RunDirectory, events: Sequence[Event], words: Words, notes: list[str]) -> list[dict[str, Any]]:
+def _failures(run: RunDirectory, history: RunView, describe: Describe, notes: list[str]) -> list[dict[str, Any]]:
     """The newest first failures of attempts, oldest first, with a box for the last few."""
-    failed = [event for event in events if event["event"] in ("rank_failed", "hung", "launch_failed")][-_FAILURES:]
+    failed = [event for event in history if isinstance(event, Failure)][-_FAILURES:]
     found = []
     for place, event in enumerate(failed):
         box = None
-        if place >= len(failed) - _BOXES and (is_count(event.get("rank")) or event["event"] == "launch_failed"):
-            box = _tried("the record of a failure", partial(words.failure, run, event), notes)
+        if place >= len(failed) - _BOXES:
+            box = _tried("the record of a failure", partial(describe, run, event), notes)
         found.append(
             {
-                "time": event["time"],
-                "attempt": event["attempt"],
-                "rank": event.get("rank") if is_count(event.get("rank")) else None,
-                "host": str(event.get("host", "")),
-                "words": clipped(without_attempt(event, words.sentence) or event["event"], _SENTENCE),
+                "time": event.time,
+                "attempt": event.attempt,
+                "rank": event.rank,
+                "host": "" if isinstance(event, LaunchFailed) else event.host,
+                "words": clipped(words_of(event) or event.name, _SENTENCE),
                 "box": None if box is None else _end(box, _BOX),
             }
         )
@@ -211,16 +211,16 @@ def _end(text: str, most: int) -> str:
     return f"{first[:200]}\n...\n{tail}"
 
 
-def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
+def _checkpoints(history: RunView) -> dict[str, Any]:
     """What saves cost, over steps. Sizes are bytes."""
-    saved = [event for event in events if event["event"] == "checkpoint" and is_count(event.get("step"))]
-    failed = [event for event in events if event["event"] in ("checkpoint_failed", "checkpoint_damaged")]
-    grid = Grid(event["step"] for event in saved)
-    found: dict[str, Any] = {"number": len(saved), "failed": len(failed), "newest": None, "best": best_saved(events)}
+    saved = history.all(Checkpoint)
+    failed = len(history.all(CheckpointFailed)) + len(history.all(CheckpointDamaged))
+    grid = Grid(event.step for event in saved)
+    found: dict[str, Any] = {"number": len(saved), "failed": failed, "newest": None, "best": best_saved(history)}
     if saved:
-        found["newest"] = {name: saved[-1][name] for name in ("step", "attempt", "time")}
+        found["newest"] = {name: getattr(saved[-1], name) for name in ("step", "attempt", "time")}
     for name in ("blocked_s", "durable_s", "bytes"):
-        known = sorted((event["step"], event[name]) for event in saved if _is_amount(event.get(name)))
+        known = sorted((event.step, amount) for event in saved if 0 <= (amount := getattr(event, name)) < _LARGEST)
         values = [float(value) for _, value in known]
         found[name] = None
         if values:
@@ -231,10 +231,6 @@ def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
                 "points": grid.reduced([float(step) for step, _ in known], values),
             }
     return found
-
-
-def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e18
 
 
 # --- the definition, the code, the commands
@@ -249,10 +245,11 @@ def _job(run: RunDirectory, job: Job | None, notes: list[str]) -> dict[str, Any]
     }
 
 
-def _code(run: RunDirectory, events: Iterable[Event], notes: list[str]) -> dict[str, Any]:
+def _code(run: RunDirectory, history: RunView, notes: list[str]) -> dict[str, Any]:
     """The commit, the snapshot and the versions of the newest attempt."""
-    states = [event["code"] for event in events if event["event"] == "started" and isinstance(event.get("code"), dict)]
-    newest = {str(key)[:40]: clipped(value, 120) for key, value in list(states[-1].items())[:12]} if states else {}
+    started = history.last(Started)
+    state = {} if started is None else started.code
+    newest = {str(key)[:40]: clipped(value, 120) for key, value in list(state.items())[:12]}
     snapshot = _tried("the snapshot of the code", lambda: code_snapshot.current(run), notes)
     known = {name: text for name, text in newest.items() if text != "None"}
     return known | ({} if snapshot is None else {"snapshot": str(snapshot.folder(run))})

@@ -15,18 +15,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.history.beginnings import unread
+from clusterddp.history.beginnings import Beginning, Started
+from clusterddp.history.checkpoints import Checkpoint
+from clusterddp.history.ends import Continues, Requeued, Resubmitted
+from clusterddp.history.failures import Hung, NodeLost
+from clusterddp.history.steps import StepsSeen
+from clusterddp.history.stops import Overdue
+from clusterddp.history.view import RunView
 from clusterddp.report.booking import CATEGORIES, Booking, book, continues, idle_node_s
 from clusterddp.reporter import counted, duration
-from clusterddp.rundir.schemas import is_count, is_time
 from clusterddp.rundir.timing import GPU_FIGURES, GPU_LARGEST, TimedInterval
 from clusterddp.slurm.run_states import Cause
 
 if TYPE_CHECKING:
     from clusterddp.jobdef.job import Job
-
-
-Event = Mapping[str, Any]
 
 #: Steps that count, and evaluations.
 PRODUCTIVE = ("training", "evaluating")
@@ -97,7 +99,7 @@ def node_hours(seconds: float) -> str:
     return f"{seconds / 3600:.3g} node-hours"
 
 
-def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None:
+def spent(booking: Booking, history: RunView) -> Spent | None:
     """The ratios of a booked run, or None if no time has passed."""
     total = booking.total_s
     if total <= 0:
@@ -105,15 +107,13 @@ def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None
     seconds = booking.seconds()
     productive = sum(seconds[name] for name in PRODUCTIVE)
     with_nodes = total - sum(seconds[name] for name in WITHOUT_NODES)
-    events = list(events)
-    known: list[Any] = [event.get("redone") for event in events if event["event"] in ("training", "resumed")]
-    unnumbered = {event["attempt"] for event in events if event["event"] == "steps_seen"}
-    unnumbered -= {event["attempt"] for event in events if event["event"] in ("training", "resumed")}
-    known += [event.get("redone") for event in unread(events) if event["attempt"] in unnumbered]
+    unnumbered = [one for one in history.attempts if one.has(StepsSeen) and not one.has(Beginning)]
+    known = [event.redone for event in history.all(Beginning)]
+    known += [attempt.unread.redone for attempt in unnumbered if attempt.unread]
     at_least = len(unnumbered) > 1
-    repeated = sum(steps for steps in known if is_count(steps)) or (None if at_least else 0)
+    repeated = sum(steps or 0 for steps in known) or (None if at_least else 0)
     goodput = min(1.0, productive / with_nodes) if with_nodes > 0 else None
-    idle_s = idle_node_s(booking, events)
+    idle_s = idle_node_s(booking, history)
     return Spent(seconds, total, productive / total, goodput, repeated, booking.provisional, idle_s, at_least)
 
 
@@ -124,26 +124,24 @@ WORTH, ENOUGH = 0.01, 3
 _ANNOUNCED = (Cause.PREEMPTED.value, Cause.TIME_LIMIT.value)
 
 
-def advice(job: Job, booking: Booking, events: Iterable[Event], intervals: Iterable[TimedInterval] = ()) -> list[str]:
+def advice(job: Job, booking: Booking, history: RunView, intervals: Iterable[TimedInterval] = ()) -> list[str]:
     """Advice, most general first. Empty if no change would help. ``intervals``: the run's step times."""
-    events = list(events)
-    of_time = [*_interval(job, booking, events), *_hold(job, booking, events), *_spare(job, booking, events)]
-    return [*gpu_advice(intervals), *of_time, *_notice(job, events)]
+    of_time = [*_interval(job, booking, history), *_hold(job, booking, history), *_spare(job, booking, history)]
+    return [*gpu_advice(intervals), *of_time, *_notice(job, history)]
 
 
-def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+def _interval(job: Job, booking: Booking, history: RunView) -> Iterator[str]:
     """Young (1974): the best interval is sqrt(2 x seconds blocked by a save / rate of unannounced interruptions)."""
     seconds = booking.seconds()
     trained = sum(seconds[name] for name in ("training", "repeating", "evaluating", "straggler"))
-    interruptions = sum(event["event"] in ("training", "resumed") and bool(event.get("redone")) for event in events)
-    blocked, durable = _of_saves(events, "blocked_s"), _of_saves(events, "durable_s")
-    gaps = _gaps(events)
-    if job.checkpoint.auto or interruptions < ENOUGH or min(len(blocked), len(durable), len(gaps)) < ENOUGH:
+    interruptions = sum(bool(event.redone) for event in history.all(Beginning))
+    saves, gaps = history.all(Checkpoint), _gaps(history)
+    if job.checkpoint.auto or interruptions < ENOUGH or min(len(saves), len(gaps)) < ENOUGH:
         return
-    save_s: float = statistics.median(blocked)
+    save_s: float = statistics.median(event.blocked_s for event in saves)
     rate = interruptions / max(trained, 1.0)
     now_s = statistics.median(gaps)
-    best_s = max(math.sqrt(2 * save_s / rate), 2 * statistics.median(durable), 1.0)
+    best_s = max(math.sqrt(2 * save_s / rate), 2 * statistics.median(event.durable_s for event in saves), 1.0)
 
     def lost(interval_s: float) -> float:
         return save_s / interval_s + rate * interval_s / 2
@@ -156,28 +154,23 @@ def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[s
         )
 
 
-def _of_saves(events: Iterable[Event], name: str) -> list[float]:
-    return [float(event[name]) for event in events if event["event"] == "checkpoint" and is_time(event.get(name))]
-
-
-def _gaps(events: Iterable[Event]) -> list[float]:
+def _gaps(history: RunView) -> list[float]:
     """Seconds from one save to the next in the same attempt. Duplicate lines are ignored."""
     last: dict[int, float] = {}
     found = []
-    for event in events:
-        if event["event"] == "checkpoint":
-            if event["time"] > last.get(event["attempt"], math.inf):
-                found.append(event["time"] - last[event["attempt"]])
-            last[event["attempt"]] = event["time"]
+    for event in history.all(Checkpoint):
+        if event.time > last.get(event.attempt, math.inf):
+            found.append(event.time - last[event.attempt])
+        last[event.attempt] = event.time
     return found
 
 
-def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+def _hold(job: Job, booking: Booking, history: RunView) -> Iterator[str]:
     """Slurm holds a job after each requeue. A new job has no hold, but waits in the queue."""
-    requeued = {event["time"] for event in events if event["event"] != "resubmitted" and continues(event)}
+    requeued = {event.time for event in history if not isinstance(event, Resubmitted) and continues(event)}
     holds = [one.seconds for one in booking.intervals if one.category == "held" and one.begin in requeued]
     # Without a grace period, Slurm requeues the job itself under any policy.
-    avoidable = job.policy != "resubmit" and any(event["event"] == "requeued" for event in events)
+    avoidable = job.policy != "resubmit" and history.has(Requeued)
     other = ". With `policy: resubmit`, the run continues in a new job, which is not held" if avoidable else ""
     if holds and sum(holds) >= WORTH * booking.total_s:
         percent = f"{100 * sum(holds) / booking.total_s:.0f}%"
@@ -187,9 +180,9 @@ def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
         )
 
 
-def _spare(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+def _spare(job: Job, booking: Booking, history: RunView) -> Iterator[str]:
     """The queue after each node that was lost, of a job without spare nodes."""
-    waits = [seconds for seconds in _waits_after_lost_nodes(booking, events) if seconds]
+    waits = [seconds for seconds in _waits_after_lost_nodes(booking, history) if seconds]
     if waits and not job.spare_nodes and sum(waits) >= WORTH * booking.total_s:
         yield (
             f"spare_nodes: 1 would have saved about {duration(sum(waits))} in the queue, where the run waited after it "
@@ -197,53 +190,46 @@ def _spare(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]
         )
 
 
-def _waits_after_lost_nodes(booking: Booking, events: Sequence[Event]) -> list[float]:
+def _waits_after_lost_nodes(booking: Booking, history: RunView) -> list[float]:
     """For each job that ended because of a lost node, how long the run was then in the queue."""
-    lost = {event["attempt"] for event in events if event["event"] == "node_lost"}
     queued = {one.begin: one.seconds for one in booking.intervals if one.category == "queued"}
-    ends = [event["time"] for event in events if event["event"] == "resubmitted" and event["attempt"] in lost]
+    ends = [end.time for end in history.all(Resubmitted) if history.attempt(end.attempt).has(NodeLost)]
     return [queued.get(end, 0.0) for end in ends]
 
 
-def lost_nodes(runs: Iterable[Sequence[Event]], now: float) -> dict[str, float] | None:
+def lost_nodes(runs: Iterable[RunView], now: float) -> dict[str, float] | None:
     """What lost nodes cost these histories, and what a spare node for each would have cost. None if they ended no job.
 
     Runs without a Slurm job, and those that had spare nodes, do not count.
     """
+    starts = [(history, history.all(Started)) for history in runs]
     histories = [
-        events
-        for events in runs
-        if any(event["event"] == "started" and event.get("job") for event in events)
-        and not any(event.get("spares") for event in events)
+        history
+        for history, started in starts
+        if any(event.job for event in started) and not any(event.spares for event in started)
     ]
-    if not any(event["event"] == "node_lost" for events in histories for event in events):
+    if not any(history.has(NodeLost) for history in histories):
         return None
     # What follows the records of a run is not known without Slurm, and does not count.
-    bookings = [(book(events, now, state="stopped"), events) for events in histories]
-    waits = [seconds for booking, events in bookings for seconds in _waits_after_lost_nodes(booking, events)]
+    bookings = [(book(history, now, state="stopped"), history) for history in histories]
+    waits = [seconds for booking, history in bookings for seconds in _waits_after_lost_nodes(booking, history)]
     spare_s = sum(one.seconds for booking, _ in bookings for one in booking.intervals if one.attempt is not None)
     found = {"runs": len(histories), "jobs": len(waits), "queued_s": sum(waits), "spare_node_s": spare_s}
     return found if waits else None
 
 
-def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
+def _notice(job: Job, history: RunView) -> Iterator[str]:
     """Announced stops that lost steps, because the last save did not finish or begin in time."""
-    lost = [
-        event["attempt"]
-        for event in events
-        if event.get("cause") in _ANNOUNCED
-        and is_count(event.get("step"))
-        and event["step"] > (event["checkpoint"] if is_count(event.get("checkpoint")) else 0)
-    ]
-    hung = {event["attempt"] for event in events if event["event"] in ("overdue", "hung")}
-    late = sum(attempt in hung for attempt in lost)
+    announced = [end for end in history.all(Continues) if end.cause in _ANNOUNCED]
+    lost = [end.attempt for end in announced if (end.step or 0) > (end.checkpoint or 0)]
+    late = sum(history.attempt(number).has(Overdue, Hung) for number in lost)
     if late:
         yield (
             f"{counted(late, 'announced stop')} lost steps, because a step did not end within the notice. The history "
             "and rank 0's log show where it was. If steps are just long, let the run stop in them with "
             "`clusterddp.stop_requested()` and `run.stop()`"
         )
-    longest = max(_of_saves(events, "durable_s"), default=0.0)
+    longest = max((event.durable_s for event in history.all(Checkpoint)), default=0.0)
     if len(lost) > late and longest:
         yield (
             f"{counted(len(lost) - late, 'announced stop')} lost steps, because the last save was not committed in "

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.history.beginnings import unread
+from clusterddp.history.beginnings import Beginning, unread
+from clusterddp.history.checkpoints import Checkpoint
+from clusterddp.history.view import RunView
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
 from clusterddp.rundir import json_lines, metrics_lines, schemas
 from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
@@ -333,17 +335,17 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-def best_saved(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def best_saved(history: RunView) -> dict[str, Any] | None:
     """The best checkpoint of the history that counts: its step, the metric and the value. None if there is none."""
-    found: list[Mapping[str, Any]] = []
-    for event in events:
-        if event["event"] == "checkpoint":
-            if isinstance(event.get("best"), Mapping) and event["best"]:
-                found.append(event)
-        elif event["event"] in ("training", "resumed"):
-            while found and found[-1]["step"] > (event.get("step") or 0):
+    found: list[tuple[int, Mapping[str, Any]]] = []
+    for event in history:
+        if isinstance(event, Checkpoint) and event.best:
+            found.append((event.step, event.best))
+        elif isinstance(event, Beginning):
+            while found and found[-1][0] > event.step:
                 found.pop()
     if not found:
         return None
-    metric, value = list(found[-1]["best"].items())[-1]
-    return {"step": found[-1]["step"], "metric": metric, "value": value}
+    step, best = found[-1]
+    metric, value = list(best.items())[-1]
+    return {"step": step, "metric": metric, "value": value}

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.failures.exit_status import LaunchFailure
-from clusterddp.history.codec import sentence
+from clusterddp.history.codec import decode, sentence
+from clusterddp.history.failures import Failure, Hung, LaunchFailed, RankFailed
+from clusterddp.history.view import AttemptView, RunView
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.messages.reports import End
@@ -202,7 +204,7 @@ class Progress:
         self._line_at = time.monotonic()  # the sentence about the run's end is the last line
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
         shown = self._shown.events is None or event["event"] in self._shown.events
-        said = sentence(event) if shown and (self._shown.failures or event["event"] != "rank_failed") else None
+        said = sentence(decode(event)) if shown and (self._shown.failures or event["event"] != "rank_failed") else None
         self._say_output()
         if said:
             self._say(f"{self._shown.label}{said}")
@@ -239,49 +241,47 @@ def _on_one_line(text: str) -> Text:
     return Text(one_line(text), no_wrap=True, overflow="ellipsis")
 
 
-Event = Mapping[str, Any]
 _RECORD = re.compile(r"rank-(\d{1,9})\.json", re.ASCII)
 
 
-def newest_failure(events: Iterable[Event]) -> Event | None:
+def newest_failure(history: RunView) -> Failure | None:
     """The event that names the first failure of the newest attempt that had one, or None if no rank failed."""
-
-    def names_it(event: Event) -> bool:
-        return event["event"] == "launch_failed" or (event["event"] in ("rank_failed", "hung") and "rank" in event)
-
-    return next(filter(names_it, reversed(list(events))), None)
+    failed = [event for event in history if isinstance(event, Failure)]
+    return failed[-1] if failed else None
 
 
-def described(run: RunDirectory, event: Event) -> str:
+def described(run: RunDirectory, event: Failure) -> str:
     """A first failure in words, as the supervisor described it, but without the failures that followed from it."""
-    attempt, rank, host, when = event["attempt"], event.get("rank", 0), event.get("host", "?"), event["time"]
-    if event["event"] == "launch_failed":
-        end = RankEnd.of_launch(LaunchFailure(tuple(event.get("lines", ())), event.get("refused") is True), when)
-    elif event["event"] == "hung":
-        end = RankEnd(rank, host, End.HUNG, when, error=event.get("what", "hung"))
+    attempt, when = event.attempt, event.time
+    if isinstance(event, LaunchFailed):
+        end = RankEnd.of_launch(LaunchFailure(tuple(event.lines), event.refused), when)
+    elif isinstance(event, Hung):
+        end = RankEnd(event.rank, event.host, End.HUNG, when, error=event.what)
     else:
-        end = RankEnd.read(rank, host, when, run.rank_record(attempt, rank))
+        end = RankEnd.read(event.rank, event.host, when, run.rank_record(attempt, event.rank))
         if end.end is End.DIED:  # the supervisor's event has the cause of its death
-            end = replace(end, error=event.get("error", end.error))
+            end = replace(end, error=event.error)
     secrets = secret_values(revealed(load_resolved(run.job_file), run.job_file), os.environ)
     more = [added_arguments(run, run.history().attempt(attempt))]
-    first = FirstFailure(end.without(secrets), step=event.get("step"))
+    first = FirstFailure(end.without(secrets), step=event.at_step)
     return failure_text(run, attempt, first, when, secrets, more)
 
 
-def failed_ranks(run: RunDirectory, attempt: int, events: Iterable[Event]) -> set[int]:
+def failed_ranks(run: RunDirectory, attempt: AttemptView) -> set[int]:
     """The first rank that failed in an attempt, and those whose own records report an error.
 
     Another user of the group, who cannot read the records, sees only the first.
     """
     failed: set[int] = set()
-    for event in events:
-        if event["attempt"] == attempt and event["event"] in ("rank_failed", "hung") and "rank" in event:
-            failed |= {event["rank"], *event.get("late", ())}
+    for event in attempt:
+        if isinstance(event, Hung):
+            failed |= {event.rank, *event.late}
+        elif isinstance(event, RankFailed):
+            failed.add(event.rank)
     with suppress(FileNotFoundError, PermissionError):
-        for match in filter(None, map(_RECORD.fullmatch, os.listdir(run.attempt_private(attempt)))):
+        for match in filter(None, map(_RECORD.fullmatch, os.listdir(run.attempt_private(attempt.number)))):
             rank = int(match[1])
-            if RankEnd.read(rank, "", 0.0, run.rank_record(attempt, rank)).own:
+            if RankEnd.read(rank, "", 0.0, run.rank_record(attempt.number, rank)).own:
                 failed.add(rank)
     return failed
 

@@ -25,7 +25,7 @@ from clusterddp.errors import (
     SlurmUnavailable,
     UsageError,
 )
-from clusterddp.history.codec import sentence
+from clusterddp.history.codec import decode, sentence
 from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import Code, checkout_of
@@ -84,7 +84,7 @@ def copy_checkpoint(text: str, into: RunDirectory) -> str:
     checkpoints.commit(temporary, source.step)
     event = {"attempt": number, "event": "forked", "step": source.step, "source": str(run)}
     append_line(into.events_file, {"time": time.time(), **event})
-    return sentence(event) or ""
+    return sentence(decode(event)) or ""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from clusterddp.history.outcome import is_unconfirmed
+from clusterddp.history.view import RunView
 from clusterddp.report.booking import Booking, Wait, book_run
 from clusterddp.report.efficiency import Spent, spent
 from clusterddp.report.stragglers import waits
@@ -59,12 +60,10 @@ def report(summary: Summary, state: RunState) -> dict[str, Any]:
     }
 
 
-def booked(
-    summary: Summary, state: RunState, events: Sequence[Mapping[str, Any]], now: float
-) -> tuple[Booking, Spent | None]:
+def booked(summary: Summary, state: RunState, history: RunView, now: float) -> tuple[Booking, Spent | None]:
     """Where the run's time went, with ratios."""
-    booking = book_run(summary, state, events, now, _waits(summary.run))
-    return booking, spent(booking, events)
+    booking = book_run(summary, state, history, now, _waits(summary.run))
+    return booking, spent(booking, history)
 
 
 def _waits(run: RunDirectory) -> tuple[Wait, ...]:

@@ -6,11 +6,9 @@ The JSON is what ``list --json`` and ``status --json`` print. docs/reference/run
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.failures import exclusion
-from clusterddp.history.codec import decode
 from clusterddp.history.outcome import how_it_ended
 from clusterddp.history.view import RunView
 from clusterddp.jobdef import code_snapshot
@@ -25,8 +23,6 @@ from clusterddp.runs.run_report import booked, report
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.polling import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
-
-Event = Mapping[str, Any]
 
 
 def state_of(run: RunDirectory) -> tuple[str, str]:
@@ -43,22 +39,21 @@ def looked_at(run: RunDirectory, queue: PacedQueue | None = None) -> tuple[Summa
 
 def full_report(run: RunDirectory) -> dict[str, Any]:
     """The keys of every run, and those that need the whole history or the job definition."""
-    job, events, now = load_resolved(run.job_file), run.events(), time.time()
+    job, history, now = load_resolved(run.job_file), run.history(), time.time()
     summary, state = looked_at(run)
-    history = RunView(map(decode, events))
-    booking, made = booked(summary, state, events, now)
+    booking, made = booked(summary, state, history, now)
     intervals = intervals_of(run)
     return report(summary, state) | {
         "attempts": len(history.with_ranks),
         "job_name": job.name,
         "shape": job.shape,
         "code": code_of(run, history),
-        "best": best_saved(events),
+        "best": best_saved(history),
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
         "excluded": exclusion.may_exclude(job, exclusion.left_out(history, now)),
         "time": made and made.as_json(),
-        "advice": advice(job, booking, events, intervals),
+        "advice": advice(job, booking, history, intervals),
         "stragglers": (found := scores(intervals)) and found.as_json(),
         "gpus": efficiency.newest_gpu_rows(intervals),
     }

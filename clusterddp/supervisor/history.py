@@ -71,7 +71,7 @@ class History:
         self._try_to_write()
         self.listener(added)
         if self._printed and (
-            words := sentence(line)
+            words := sentence(added)
         ):  # a local run's terminal shows the events in the file, and our stderr
             print(words, file=sys.stderr if self.pending else sys.stdout, flush=True)
 

@@ -14,7 +14,7 @@ import pytest
 from clusterddp.report.booking import book
 from clusterddp.report.efficiency import spent
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.histories import check_history
+from tests.histories import check_history, view
 from tests.waiting import story
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def test_the_time_of_a_run_is_booked_to_what_its_script_did(tmp_path: Path) -> N
     assert done.returncode == 0, f"{done.stderr}\n{story(run)}"
     events = run.events()
     check_history(events)
-    booking = book(events, now=events[-1]["time"] + 1000)
+    booking = book(view(events), now=events[-1]["time"] + 1000)
     measured: dict[str, float] = defaultdict(float)
     said = [line.split() for line in (tmp_path / "said").read_text().splitlines()]
     for (begin, what), (end, _) in pairwise(said):
@@ -93,7 +93,7 @@ def test_the_time_of_a_run_is_booked_to_what_its_script_did(tmp_path: Path) -> N
     found = booking.seconds()
     for name in ("importing", "rendezvous", "restoring", "repeating", "evaluating"):
         assert found[name] == pytest.approx(measured[name], abs=0.5 + 0.05 * measured[name]), name
-    made = spent(booking, events)
+    made = spent(booking, view(events))
     assert made is not None and made.repeated == 4 and not made.provisional
     assert found["unknown"] < 0.02 * booking.total_s
     assert not found["queued"] + found["held"] + found["hung"] + found["straggler"]

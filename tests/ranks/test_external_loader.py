@@ -12,6 +12,7 @@ from clusterddp.history.codec import sentence
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.histories import event_of
 from tests.trainings import events_of
 
 SCRIPT = """
@@ -245,7 +246,10 @@ def test_a_metric_that_no_step_logs_is_reported(tmp_path: Path) -> None:
     assert "no step has logged 'F1', the metric of the best checkpoint. Logged so far: f1" in ranks.output(0)
     assert "no step has logged" not in ranks.output(1)
     (said,) = events_of(RunDirectory(tmp_path / "run"), "no_best")
-    assert sentence(said) == "attempt 0: there is no best checkpoint, because the script never logged 'F1', only f1"
+    assert (
+        sentence(event_of(said))
+        == "attempt 0: there is no best checkpoint, because the script never logged 'F1', only f1"
+    )
     ranks = ddp.run(script, tmp_path / "nan", "nan", 9, ranks=1, folder=tmp_path / "out")
     assert "no step has logged" not in ranks.output(0)
 
@@ -258,7 +262,7 @@ def test_a_chosen_interval_is_reported(tmp_path: Path) -> None:
     assert chosen
     for event in chosen:
         assert event["seconds"] >= 10 and event["stall_s"] > 0 and event["between_s"] >= 86400
-        assert "saving every" in (sentence(event) or "")
+        assert "saving every" in (sentence(event_of(event)) or "")
 
 
 ON_REQUEST = (

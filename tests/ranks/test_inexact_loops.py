@@ -10,6 +10,7 @@ import pytest
 from clusterddp.history.codec import sentence
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.histories import event_of
 from tests.trainings import events_of
 
 SCRIPT = """
@@ -140,7 +141,7 @@ def test_parts_that_differ_between_ranks_are_named_when_detected_and_at_a_resume
     found = events_of(RunDirectory(run), "diverged")
     assert [(event["step"], event["parts"]) for event in found] == list(zip((1, 10), parts, strict=True))
     words = f"the state of {', '.join(parts[0])} differs between ranks, but a checkpoint has only rank 0's"
-    assert words in str(sentence(found[0])) and words in first.output(0) and words not in first.output(1)
+    assert words in str(sentence(event_of(found[0]))) and words in first.output(0) and words not in first.output(1)
     (resumed,) = events_of(RunDirectory(run), "resumed")
     named = sorted(part for found in parts for part in found)
     assert resumed["inexact"] == [f"{part} differed between ranks, which now all have rank 0's" for part in named]

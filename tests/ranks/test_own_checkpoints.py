@@ -12,6 +12,7 @@ import pytest
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef import configuration_files
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.histories import event_of
 from tests.waiting import preempt_local, story, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "like_repositories.py"
@@ -42,7 +43,7 @@ def train(run: RunDirectory, style: str, *options: str, script: tuple[str, ...] 
 
 
 def said(run: RunDirectory, name: str) -> list[str]:
-    return [sentence(event) or "" for event in run.events() if event["event"] == name]
+    return [sentence(event_of(event)) or "" for event in run.events() if event["event"] == name]
 
 
 def outcome(run: RunDirectory) -> str:

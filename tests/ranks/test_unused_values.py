@@ -13,6 +13,7 @@ from clusterddp.jobdef.job import Checkpointing
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training import settings
 from tests import ddp
+from tests.histories import event_of
 from tests.trainings import events_of
 
 SCRIPT = """
@@ -61,7 +62,7 @@ def test_values_that_a_resumed_script_gives_and_the_checkpoint_replaces_are_name
     assert {event["attempt"] for event in found} == {1}
     assert len(found) == len(changed) and all(map(str.startswith, (event["what"] for event in found), changed))
     assert (found[0]["given"], found[0]["used"]) == (0.3, 0.1)
-    assert all(sentence(event) for event in found)
+    assert all(sentence(event_of(event)) for event in found)
 
 
 def test_a_batch_size_that_shares_the_same_global_batch_among_other_ranks_is_not_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from clusterddp.report.booking import book
 from tests.cluster import Cluster
+from tests.histories import view
 from tests.trainings import Training, events_of
 from tests.waiting import story
 
@@ -27,7 +28,7 @@ def test_queue_and_hold_are_booked_as_slurm_had_them(cluster: Cluster, runs: Pat
     (requeued,), (_, started) = events_of(training.run, "requeued"), events_of(training.run, "started")
     assert second["submitted"] == pytest.approx(requeued["time"], abs=2), story(training.run)
     assert second["submitted"] < second["eligible"] <= second["begun"] <= started["time"]
-    booking = book(events, now=time.time())
+    booking = book(view(events), now=time.time())
     waits = [one for one in booking.intervals if one.begin >= requeued["time"] and one.end <= started["time"]]
     found = {one.category: one.seconds for one in waits}
     assert found["held"] == pytest.approx(second["eligible"] - requeued["time"])

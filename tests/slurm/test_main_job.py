@@ -13,6 +13,7 @@ from clusterddp.history.codec import sentence
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
+from tests.histories import event_of
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
 STEPS = 200
@@ -200,7 +201,7 @@ def test_a_script_resumes_from_its_own_checkpoint_once_it_has_one(cluster: Clust
         cluster.preempt(seconds=1)
     assert wait_for_outcome(run) == "completed", story(run)
     assert run.attempts() == [0, 1, 2], story(run)
-    resumes = [sentence(event) or "" for event in run.events() if event["event"] == "own_resume"]
+    resumes = [sentence(event_of(event)) or "" for event in run.events() if event["event"] == "own_resume"]
     assert resumes[0] == (
         "attempt 1: no complete checkpoint matches out/ckpt.pt. The script starts from the beginning. If it has saved "
         "a checkpoint, correct `resume.checkpoint` and submit with --change"

@@ -19,6 +19,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Clusters
+from tests.histories import view
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
@@ -84,7 +85,7 @@ def test_the_same_command_submits_only_what_is_left(cluster: Cluster, runs: Path
     held = read_json(member(runs, 4).holder_file(0))
     assert held is not None and held["job"] == f"{second}_1"
     assert (member(runs, 4).logs / f"job-{second}_1.log").exists()
-    waited = book(member(runs, 2).events(), time.time()).seconds()  # for the two before it
+    waited = book(view(member(runs, 2).events()), time.time()).seconds()  # for the two before it
     assert waited["limited"] > 0 and not waited["held"], member(runs, 2).events()
 
 

@@ -63,7 +63,7 @@ from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, RanksHere, next_answer
-from tests.histories import happened, view
+from tests.histories import event_of, happened, view
 from tests.reports import reported
 from tests.waiting import wait_until
 from tests.wording import says
@@ -1190,7 +1190,7 @@ def test_a_script_that_saved_nothing_since_it_resumed_continues_from_the_same_fi
     happened(run, {"attempt": number, "time": 1.0, "event": "own_resume", "file": "a.pt"})
     happened(run, {"attempt": number, "time": 2.0, "event": "steps_seen"})
     Attempt(run, JOB, number, FakeRanks(run, STOPPED), FakeController(Cause.PREEMPTED)).supervise()
-    assert "The newest checkpoint is a.pt. The job is requeued" in (sentence(run.events()[-1]) or "")
+    assert "The newest checkpoint is a.pt. The job is requeued" in (sentence(event_of(run.events()[-1])) or "")
 
 
 @pytest.mark.parametrize(
@@ -1773,7 +1773,7 @@ def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> Non
     happened(run, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
     _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})
     assert events == ["result", "started", "rank_failed", "restarted"]
-    assert book(run.events(), time.time()).total_s and between_interruptions_s(run.events(), time.time())
+    assert book(run.history(), time.time()).total_s and between_interruptions_s(run.events(), time.time())
 
 
 def test_idle_nodes_of_a_job_count_as_those_with_ranks() -> None:

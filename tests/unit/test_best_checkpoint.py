@@ -23,6 +23,7 @@ from clusterddp.runs import recording
 from clusterddp.training.saving import BestSoFar, with_best
 from tests.checkpoint_files import save
 from tests.fake_slurm import FakeSlurm
+from tests.histories import view
 from tests.runs_on_disk import event, recorded_run, started
 from tests.wording import raises, says
 
@@ -132,10 +133,10 @@ def test_status_and_list_name_the_best_by_the_number_that_export_takes(
     ]
     run = recorded_run(tmp_path / "run", events, metrics=[{"step": 29, "time": 1.0, "attempt": 0, "f1": 0.25}])
     assert "\nbest      f1 0.875, checkpoint 20\n" in described(run)
-    assert best_saved(events) == {"step": 20, "metric": "f1", "value": 0.875}
+    assert best_saved(view(events)) == {"step": 20, "metric": "f1", "value": 0.875}
     resumed = event("resumed", 1, step=10, parent={"attempt": 0, "step": 10}, inexact=[])
-    assert best_saved([*events, resumed]) == {"step": 10, "metric": "f1", "value": 0.5}
-    assert best_saved([*events, event("training", 1, step=0)]) is None
+    assert best_saved(view([*events, resumed])) == {"step": 10, "metric": "f1", "value": 0.5}
+    assert best_saved(view([*events, event("training", 1, step=0)])) is None
     (page,) = [run.path.parent / "page.html"]
     assert command(["report", str(run.path), "--output", str(page)]) == 0
     assert "the best after step 20, f1 0.875" in page.read_text()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from clusterddp.history.codec import sentence
 from clusterddp.report.booking import book
 from clusterddp.report.stragglers import waits
 from clusterddp.report.timeline import lanes
@@ -16,6 +15,7 @@ from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.schemas import EVENT
 from clusterddp.rundir.timing import read_timings
+from tests.histories import view
 from tests.soak.booking_judging import UNKNOWN, Soaked
 
 RECORDED = Path(__file__).parents[1] / "soaked"
@@ -28,9 +28,10 @@ def recorded(events: list[dict[str, Any]]) -> Soaked:
     """The soak, with these events booked."""
     run = RunDirectory(RECORDED)
     now = events[-1]["time"] + 1000
-    booking = book(events, now, "completed", None, None, waits(read_timings(run).intervals))
+    history = view(events)
+    booking = book(history, now, "completed", None, None, waits(read_timings(run).intervals))
     time = {"seconds": booking.seconds(), "total_s": booking.total_s}
-    attempts = lanes(booking, events, sentence, "completed")
+    attempts = lanes(booking, history, "completed")
     records = [tuple(json.loads(line)) for line in (RECORDED / "independent.jsonl").read_text().splitlines()]
     return Soaked({"time": time, "attempts": attempts}, records)
 

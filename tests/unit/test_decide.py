@@ -53,6 +53,7 @@ from clusterddp.supervisor.decide import (
     step,
 )
 from clusterddp.worker.control_channel import SILENCE_S
+from tests.histories import event_of
 from tests.reports import beat_of, reported
 
 JOB = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu", watchdog=Watchdog())
@@ -353,7 +354,7 @@ def test_a_slow_node_is_named_with_its_facts_and_left_alone() -> None:
     values = {"host": "n2", "ratio": 1.3, "seconds": 600.0, "facts": ["The load is 9 on 8 CPUs"]}
     state, todo = step(State(JOB, ("n1", "n2")), reported(1, "slow_node", values), NOW)
     assert todo == [Record("slow_node", {"rank": 1, **values})]
-    assert sentence({"event": "slow_node", "attempt": 0, "rank": 1, **values}) == (
+    assert sentence(event_of({"event": "slow_node", "attempt": 0, "rank": 1, **values})) == (
         "attempt 0: rank 1 (n2) has been slow for 10 min. It computes 1.3 times as long as the others. "
         "The load is 9 on 8 CPUs"
     )

@@ -418,7 +418,7 @@ def test_a_device_that_never_answers_fails_the_check() -> None:
 def test_a_passed_preflight_is_told_with_its_warnings() -> None:
     event = {"event": "preflight", "attempt": 0, "seconds": 1.25, "warnings": ["the clock of n2 differs by +3.0 s"]}
     assert (
-        sentence(event)
+        sentence(event_of(event))
         == "attempt 0: all nodes passed the preflight in 1.2 s, with warnings: the clock of n2 differs by +3.0 s"
     )
 

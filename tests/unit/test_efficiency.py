@@ -9,13 +9,14 @@ from typing import Any
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.report.booking import book
 from clusterddp.report.efficiency import advice, lost_nodes
+from tests.histories import view
 
 BEGAN = 1_795_000_000
 JOB = Job(name="x", module="x", checkpoint=Checkpointing(every_s=60))
 
 
 def advised(events: list[dict[str, Any]], job: Job = JOB) -> list[str]:
-    return advice(job, book(events, events[-1]["time"], state="failed"), events)
+    return advice(job, book(view(events), events[-1]["time"], state="failed"), view(events))
 
 
 def training(interruptions: int, every: float, blocked: float) -> list[dict[str, Any]]:
@@ -94,6 +95,11 @@ def resubmitted(wait_s: float, *lost: dict[str, Any], **started: Any) -> list[di
     return [{"time": BEGAN, "attempt": 0, **start}, *lost, ended, again, end]
 
 
+def cost(*runs: list[dict[str, Any]]) -> dict[str, float] | None:
+    """What lost nodes cost these histories."""
+    return lost_nodes(map(view, runs), BEGAN + 1e6)
+
+
 LOST = {"time": BEGAN + 9_990, "attempt": 0, "event": "node_lost", "node": "n2", "suspect": "n2"}
 
 
@@ -109,7 +115,7 @@ def test_lost_nodes_are_summed_over_runs_with_what_spare_nodes_would_have_cost()
     """The spare nodes of runs that lose no node cost as much. What follows the records of a run does not count."""
     unaffected, live = resubmitted(7200), resubmitted(3600, LOST)[:-2]
     runs = [resubmitted(7200, LOST), unaffected, live]
-    assert lost_nodes(runs, BEGAN + 1e6) == {
+    assert cost(*runs) == {
         "runs": 3,
         "jobs": 2,
         "queued_s": 7200,
@@ -117,5 +123,5 @@ def test_lost_nodes_are_summed_over_runs_with_what_spare_nodes_would_have_cost()
     }
     local = [{key: value for key, value in event.items() if key != "job"} for event in resubmitted(60, LOST)]
     spare = resubmitted(60, LOST, spares=["n3"])
-    assert lost_nodes([*runs, local, spare], BEGAN + 1e6) == lost_nodes(runs, BEGAN + 1e6)
-    assert lost_nodes([unaffected, local, spare], BEGAN + 1e6) is None
+    assert cost(*runs, local, spare) == cost(*runs)
+    assert cost(unaffected, local, spare) is None

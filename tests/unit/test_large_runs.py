@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from clusterddp.history.codec import decode
+from clusterddp.history.view import RunView
 from clusterddp.report.booking import book
 from clusterddp.report.curves import curves, read_metrics
 from clusterddp.rundir import json_lines, schemas
@@ -44,21 +46,25 @@ def instructions(work: Callable[[], object]) -> int:
     return int(number)
 
 
-def history(lines: int) -> Iterator[dict[str, Any]]:
+def history(lines: int) -> RunView:
+    return RunView(map(decode, _lines(lines)))
+
+
+def _lines(lines: int) -> Iterator[dict[str, Any]]:
     """Attempts of 20 events, each of which is preempted a few steps after its last save."""
     for attempt in range(lines // (SAVES + 2)):
         begun, at = attempt * SAVES * APART, BEGAN + 100 * attempt
-        yield {"time": at, **event("resumed", attempt, step=begun, redone=3)}
+        yield {"time": at, **event("resumed", attempt, step=begun, parent={}, redone=3)}
         for save in range(1, SAVES + 1):
             saved = event("checkpoint", attempt, step=begun + save * APART, blocked_s=0.1, durable_s=0.2, bytes=9)
             yield {"time": at + 5 * save, **saved, "best": {"loss": 0.5}}
         yield {"time": at + 95, **event("requeued", attempt, reason="preempted", cause="preempted")}
 
 
-@pytest.mark.parametrize(("what", "most"), [(best_saved, 150), (lambda events: book(events, BEGAN + 1e6), 600)])
-def test_a_long_history_costs_the_same_per_event_as_a_short_one(what: Callable[[list[Any]], object], most: int) -> None:
+@pytest.mark.parametrize(("what", "most"), [(best_saved, 150), (lambda history: book(history, BEGAN + 1e6), 600)])
+def test_a_long_history_costs_the_same_per_event_as_a_short_one(what: Callable[[RunView], object], most: int) -> None:
     """The best checkpoint that counts, and where the time went, of thousands of attempts."""
-    few, many = (instructions(partial(what, list(history(lines)))) / lines for lines in (FEW, MANY))
+    few, many = (instructions(partial(what, history(lines))) / lines for lines in (FEW, MANY))
     assert many < 1.05 * few
     assert many < most
 

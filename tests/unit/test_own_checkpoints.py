@@ -26,7 +26,7 @@ from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker import control_channel, resume_watch
 from clusterddp.worker.resume_watch import ResumeWatch
-from tests.histories import view
+from tests.histories import event_of, view
 from tests.wording import says
 
 ARGS = ("--resume", "{checkpoint}")
@@ -202,7 +202,7 @@ def begun(
     """The attempt's view, and what its history says."""
     own = OwnCheckpoints(run, made or job(), number, view(events))
     values = own.begin()
-    return own, (sentence(event(number, 0.0, "own_resume", **values)) or "") if values is not None else ""
+    return own, (sentence(event_of(event(number, 0.0, "own_resume", **values))) or "") if values is not None else ""
 
 
 def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> None:
@@ -250,7 +250,7 @@ def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], wo
     why = {"reason": "rank 1 (n1) killed by signal 9. Check memory", "cause": "signal"}
     ended = event(0, 120.0, "restarted", **why, **values)
     said = f"attempt 0: rank 1 (n1) killed by signal 9. Check memory. {words}. Restarting all ranks in place"
-    assert sentence(ended) == said
+    assert sentence(event_of(ended)) == said
 
 
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
@@ -338,7 +338,7 @@ def watched(own: OwnCheckpoints) -> list[str]:
     over.set()
 
     def report(name: str, **values: Any) -> None:
-        seen.append(sentence(event(1, 0.0, name, **values)) or f"attempt 1: {name} {values['file']}")
+        seen.append(sentence(event_of(event(1, 0.0, name, **values))) or f"attempt 1: {name} {values['file']}")
 
     own.watch(over, report)
     return seen

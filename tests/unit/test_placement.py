@@ -27,7 +27,7 @@ from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.recovery import AttemptResult, Recovery, hung_node
 from clusterddp.supervisor.verdict import RankEnd
 from tests.fake_slurm import FakeController, FakeRanks
-from tests.histories import happened, view
+from tests.histories import event_of, happened, view
 
 FIXED = Job(name="x", module="x", nodes=3, gpus_per_node=8)
 SPARE = replace(FIXED, spare_nodes=1)
@@ -209,7 +209,8 @@ def test_after_two_failures_of_a_node_all_ranks_restart_without_it(
     events = {event["event"]: event for event in run.events()}
     assert (events["started"]["ranks"], events["started"]["aside"], events["moved"]["aside"]) == (ranks, ["n2"], ["n2"])
     assert events["excluded"]["nodes"] == ["n2"]
-    assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed repeatedly in this run, so the r")
+    words = "attempt 1: node n2 failed repeatedly in this run, so the r"
+    assert (sentence(event_of(events["moved"])) or "").startswith(words)
 
 
 def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_failed(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_fail
     (end,) = (event for event in run.events() if event["event"] == "resubmitted")
     why = "Node n2 is drained and the spare node n3 cannot be used, and the job has 1 node left, but the run needs 2"
     assert end["reason"] == f"stopped by `clusterddp drain`. {why}"
-    assert f"{why}. " in (sentence(end) or "")
+    assert f"{why}. " in (sentence(event_of(end)) or "")
 
 
 @pytest.mark.parametrize("starts_again", [True, False], ids=["new job", "own allocation"])

@@ -24,6 +24,7 @@ from clusterddp.history.codec import sentence
 from clusterddp.training.module_attributes import ModuleAttributes
 from clusterddp.training.run_state import BeforeStep
 from clusterddp.training.script_state import PerRank, Values, by_name
+from tests.histories import event_of
 from tests.wording import raises
 
 
@@ -98,7 +99,8 @@ def test_a_state_beyond_half_of_the_limit_is_told_once_with_its_size(monkeypatch
     near = own.near_limit()
     assert near is not None and near["names"] == ["env"] and 500_000 < near["bytes"] < 1_000_000
     assert own.near_limit() is None
-    said = sentence({"event": "per_rank_grows", "attempt": 0, "step": 7, **near, "bytes": 612_000_000, "limit": 2**30})
+    grows = {"event": "per_rank_grows", "step": 7, **near, "bytes": 612_000_000, "limit": 2**30}
+    said = sentence(event_of(grows))
     assert said and "state of all ranks (env) takes 612 MB, more than half of the limit of 1,074 MB" in said
 
 

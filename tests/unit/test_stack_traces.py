@@ -10,6 +10,7 @@ from clusterddp.history.codec import sentence
 from clusterddp.messages.reports import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text
+from tests.histories import event_of
 
 BELOW = """  File "<frozen runpy>", line 291 in run_path
   File "/x/clusterddp/rank.py", line 153 in run_script
@@ -72,8 +73,8 @@ def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
         "step": 5,
         "reason": "3 consecutive attempts failed; last attempt: rank 1 ...",
     }
-    assert sentence(event) == f"attempt 2: failed at step 5: {event['reason']}"
-    assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600
+    assert sentence(event_of(event)) == f"attempt 2: failed at step 5: {event['reason']}"
+    assert len(sentence(event_of({**event, "reason": "x" * 10_000})) or "") < 600
 
 
 RAISED = """Traceback (most recent call last):

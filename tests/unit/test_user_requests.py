@@ -37,7 +37,7 @@ from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.user_requests import ANSWER_S
 from tests.fake_slurm import FakeController, FakeRanks
-from tests.histories import happened, view
+from tests.histories import event_of, happened, view
 from tests.reports import reported
 from tests.unit.test_attempt import JOB as TWO_RANKS
 from tests.unit.test_decide import FAILED, NOW, after
@@ -318,7 +318,7 @@ def test_a_run_that_its_user_stops_is_held_whatever_slurm_wants(run: RunDirector
     code, events = ended(run, controller, STOP)
     assert (code, controller.asked) == (controller.leave_code, ["hold"])
     assert [event["event"] for event in events] == ["requested", "stopped"]
-    assert (sentence(events[-1]) or "").endswith("held until it is submitted again")
+    assert (sentence(event_of(events[-1])) or "").endswith("held until it is submitted again")
     assert held(view(events)) and run.outcome() is None
 
 
@@ -365,7 +365,7 @@ def test_a_requeue_without_some_nodes_is_a_new_job(run: RunDirectory) -> None:
     controller.nodes = ["n1", "n2", "n3"]
     _, events = ended(run, controller, Request(3, "requeue", {"nodes": ["n2"]}))
     assert controller.asked == ["resubmit n2"]
-    assert "without n2" in (sentence(events[0]) or "")
+    assert "without n2" in (sentence(event_of(events[0])) or "")
     now = events[-1]["time"]
     assert (exclusion.left_out(view(events), now), exclusion.excluded(view(events), now)) == (["n2"], [])
     happened(run, {"time": now, "attempt": 1, "event": "node_lost", "node": "n1", "suspect": "n1"})
