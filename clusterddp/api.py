@@ -28,7 +28,7 @@ from clusterddp.runs.run_status import state_of
 from clusterddp.runs.submission import check, describe, record_local, submit_to_slurm
 from clusterddp.runs.sweep_members import default_name, jobs_of, keys_of, named, nodes_of, of_python
 from clusterddp.runs.sweep_submission import Plan, Sweep, SweepFolder, planned, tell
-from clusterddp.runs.waiting import LOOK_S, Wait, Waiting
+from clusterddp.runs.waiting import SHOWN_FILE_CHECK_S, Wait, Waiting
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.verdict import failure_box
@@ -235,7 +235,7 @@ class Handle:
                     break
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self._run} is not over after {timeout:g} s: {self.status()}")
-                time.sleep(LOOK_S)
+                time.sleep(SHOWN_FILE_CHECK_S)
         if (outcome := self._run.outcome()) is not None:
             return str(outcome["state"])
         if one.end == "unknown":

@@ -26,7 +26,7 @@ _EXIT_ALONE = (
     "torch_shm_manager",
 )
 #: Seconds between two looks for a pending Ctrl-C.
-_LOOK_S = 0.1
+_CTRL_C_CHECK_S = 0.1
 #: The folder on sys.path that contains this package.
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
 #: Like `python -P -m`, which requires Python 3.11. Only built-in modules are imported before.
@@ -244,7 +244,7 @@ def interrupted_by(error: Exception, patience_s: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    signal.setitimer(signal.ITIMER_REAL, _CTRL_C_CHECK_S, _CTRL_C_CHECK_S)
     try:
         yield
     finally:

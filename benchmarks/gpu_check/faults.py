@@ -84,7 +84,7 @@ def nvml(lab: Lab) -> Finding:
     for _ in range(100):
         gpu.busy(), gpu.throttles()
     look_s = (time.thread_time() - began) / 100
-    assert look_s < 1e-3 * gpus.LOOK_S, f"the looks take {look_s / gpus.LOOK_S:.2%} of a core, not less than 0.1%"
+    assert look_s < 1e-3 * gpus.SAMPLE_S, f"the looks take {look_s / gpus.SAMPLE_S:.2%} of a core, not less than 0.1%"
     figures = gpu_rows(read_timings(lab.train("--steps", 150, "--pace", 0.2)).intervals)
     assert len(figures) == lab.ranks, f"figures of {len(figures)} ranks instead of {lab.ranks}"
     wrong = [row for row in figures if row["busy"] is None or not row["memory"] or not row["watts"]]

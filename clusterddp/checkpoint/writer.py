@@ -32,7 +32,8 @@ from clusterddp.rundir.files import create_file, hold_open, open_binary, status,
 from clusterddp.rundir.run_directory import RunDirectory
 
 NICENESS = 10
-LOOK_S = 1.0
+#: Seconds between two looks whether the rank still runs.
+RANK_CHECK_S = 1.0
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ class Messages:
 
     def _receive(self) -> None:
         data = b""
-        while not self._poll.poll(1000 * LOOK_S):
+        while not self._poll.poll(1000 * RANK_CHECK_S):
             if os.getppid() != self._parent:
                 raise EOFError
         with suppress(ConnectionResetError):  # the rank left an answer unread

@@ -39,8 +39,8 @@ from clusterddp.supervisor.verdict import end_of_file, failure_box
 
 #: The most bytes read at once. A longer line is searched, and labelled, in pieces.
 BLOCK = 1 << 20
-#: Seconds between two looks at followed files: at least the first, plus the second for each file.
-LOOK_S, LOOK_PER_FILE_S = 0.2, 0.0005
+#: The least seconds between two looks at followed files, and the seconds for each file, if these are more.
+FOLLOW_S, FOLLOW_PER_FILE_S = 0.2, 0.0005
 #: ANSI colours of the ranks' labels.
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
@@ -143,7 +143,7 @@ class Follower:
         ``number``: its number. None: wait for the first.
         """
         while number is None and self._run.outcome() is None:
-            self._pause(LOOK_S)
+            self._pause(FOLLOW_S)
             number = min(self._run.attempts(), default=None)
         while number is not None:
             following = self._follow_one(number)
@@ -165,7 +165,7 @@ class Follower:
             if ended and not any(more):
                 return following
             if not any(more):
-                self._pause(max(LOOK_S, LOOK_PER_FILE_S * len(more)))
+                self._pause(max(FOLLOW_S, FOLLOW_PER_FILE_S * len(more)))
 
     def _pause(self, seconds: float) -> None:
         """Waits for output. Raises RunDirectoryError if none can follow, and BrokenPipeError if the reader is gone."""

@@ -322,7 +322,7 @@ def _report(run: RunDirectory) -> None:
 
 
 #: Seconds between two looks at a run that has not started.
-LOOK_S = 1.0
+START_CHECK_S = 1.0
 
 
 def add_shell_arguments(parser: argparse.ArgumentParser) -> None:
@@ -361,7 +361,7 @@ def debug(run: RunDirectory, rank: int) -> int:
         while run.newest_attempt() == before:
             if (state := state_of(run))[0] in ("completed", "failed", "cancelled"):
                 raise RunDirectoryError(f"{run}: {state[1]}")
-            time.sleep(LOOK_S)
+            time.sleep(START_CHECK_S)
         return _attach(run, rank)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -261,8 +261,10 @@ def live_graphs() -> list[torch.cuda.CUDAGraph]:
     return [found for found in gc.get_objects() if issubclass(type(found), torch.cuda.CUDAGraph)]
 
 
-#: The driver frees the memory of a killed process within seconds, or after its last kernel. Between two looks.
-PATIENCE_S, LOOK_S = 60.0, 0.5
+#: The driver frees the memory of a killed process within seconds, or after its last kernel.
+PATIENCE_S = 60.0
+#: Seconds between two looks at the free memory.
+MEMORY_CHECK_S = 0.5
 GIB = 2**30
 
 
@@ -282,7 +284,7 @@ def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: fl
         if not said:
             say(f"{free}. Waiting")
             said = True
-        time.sleep(LOOK_S)
+        time.sleep(MEMORY_CHECK_S)
     return True
 
 

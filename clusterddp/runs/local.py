@@ -31,7 +31,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 
 #: Seconds between two looks at a run's files: for the user, and while waiting to preempt.
-LOOK_S, POLL_S = 0.2, 0.05
+PROGRESS_S, MOMENT_CHECK_S = 0.2, 0.05
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 #: How to preempt a script that records no steps.
 _WITHOUT_STEPS = (
@@ -200,7 +200,7 @@ class LocalRun:
             ended.set()
 
         threading.Thread(target=wait, daemon=True).start()
-        while not ended.wait(POLL_S if moment else LOOK_S):
+        while not ended.wait(MOMENT_CHECK_S if moment else PROGRESS_S):
             progress.update()
             # Before the ranks run, the signal would be lost or end the shell, which ignores it later.
             begun = progress.starts > starts_before

@@ -45,8 +45,8 @@ from clusterddp.worker.control_channel import keep_alive, send_line
 
 #: Seconds for a connection to be accepted. Behind a firewall there is no answer.
 CONNECT_S = 3.0
-#: Polling intervals for the run's files and for Slurm, in seconds.
-LOOK_S, ASK_S = 0.1, 1.0
+#: Seconds between two looks at the run's files, and between two queries of Slurm.
+FILE_CHECK_S, QUERY_S = 0.1, 1.0
 #: Seconds for an attempt that is starting to record its address, and for one whose ranks have exited, or that is
 #: cancelled, to end.
 START_S, END_S = 10.0, 60.0
@@ -121,7 +121,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
         while (held := lease.held_by_other(run)) is None and lease.local_loop_alive(run):  # between two attempts
             if time.monotonic() > deadline:
                 break
-            time.sleep(LOOK_S)
+            time.sleep(FILE_CHECK_S)
     except SlurmError as error:
         show(f"{error}. Asking the supervisor anyway")
         return
@@ -144,7 +144,7 @@ def waiting_job(run: RunDirectory) -> JobInfo | None:
         if not said:
             show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}). Waiting until it is in the queue")
             said = True
-        time.sleep(ASK_S)
+        time.sleep(QUERY_S)
 
 
 def _live_job(run: RunDirectory) -> JobInfo | None:
@@ -176,7 +176,7 @@ def find_address(run: RunDirectory) -> tuple[int, Address]:
             return newest, address
         if time.monotonic() > deadline:
             raise RunDirectoryError(f"{run}: the job has started, but its supervisor has not. Try again in a minute")
-        time.sleep(LOOK_S)
+        time.sleep(FILE_CHECK_S)
 
 
 def backwards(run: RunDirectory, attempt: int) -> Iterator[dict[str, Any]]:
@@ -268,7 +268,7 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
         for event in backwards(run, attempt):
             if event["event"] in ATTEMPT_ENDS:
                 return event
-        time.sleep(LOOK_S)
+        time.sleep(FILE_CHECK_S)
     raise RunDirectoryError(
         f"{run}: all ranks have exited, but attempt {attempt} has not ended. Its supervisor is waiting for Slurm, or "
         f"was killed. See the run's state with: clusterddp status {run.quoted}"
@@ -303,7 +303,7 @@ def await_outcome(run: RunDirectory) -> dict[str, Any]:
         and time.monotonic() < deadline
         and any(map(lease.reachable, lease.holders(run)))
     ):
-        time.sleep(LOOK_S)
+        time.sleep(FILE_CHECK_S)
     if held:
         text = f"{run} is cancelled and will not start again, but is still {held}"
         raise RunDirectoryError(text if "cannot be reached" in held else f"{text}, which is ending")

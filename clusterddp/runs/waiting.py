@@ -41,8 +41,10 @@ from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
 from clusterddp.supervisor.limits import held
 
-#: Seconds between two looks at the runs' files, and between two while their progress is shown.
-WAIT_LOOK_S, LOOK_S = 1.0, 0.2
+#: Seconds between two looks at the runs' files.
+FILE_CHECK_S = 1.0
+#: The same, while their progress is shown.
+SHOWN_FILE_CHECK_S = 0.2
 #: Seconds for which a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
 HIDDEN_S = 90.0
 #: States of jobs that ended neither by the user's request nor by a failure of the script.
@@ -278,7 +280,7 @@ class Wait:
         is_settled = self._doubt is not None and doubt_s >= self._settle_s(state)
         self.most_s = SILENT_S if self._activity.silent else QUIET_S
         if self._doubt:
-            self.most_s = SILENT_S if state.word == "unknown" else WAIT_LOOK_S
+            self.most_s = SILENT_S if state.word == "unknown" else FILE_CHECK_S
         if self._helper and (is_settled or state.word != "unknown") and self._is_helped(summary, state, doubt_s):
             return
         if is_settled and self.end is None:
@@ -378,8 +380,8 @@ class Waiting:
         if self._over(enough):
             return True
         if self.pace.due(tuple(one.seen() for one in self.left)):
-            self._ask(min(TIMEOUT_S, max(WAIT_LOOK_S, left_s)))
-            self.pace.asked(min((one.most_s for one in self.left), default=WAIT_LOOK_S))
+            self._ask(min(TIMEOUT_S, max(FILE_CHECK_S, left_s)))
+            self.pace.asked(min((one.most_s for one in self.left), default=FILE_CHECK_S))
         return self._over(enough)
 
     def _over(self, enough: int) -> bool:
@@ -441,7 +443,7 @@ def wait(
                     names = ", ".join([*(one.run.path.name for one in left[:5]), *(["..."] if len(left) > 5 else [])])
                     show(f"timed out: {len(left)} of {len(runs)} runs did not end ({names})")
                     return TIMED_OUT
-                time.sleep(LOOK_S if displays else WAIT_LOOK_S)
+                time.sleep(SHOWN_FILE_CHECK_S if displays else FILE_CHECK_S)
         except KeyboardInterrupt:
             how = f"clusterddp wait{' --resubmit' if resubmit else ''}"
             names = " ".join(one.run.quoted for one in waiting.left)

@@ -29,8 +29,8 @@ from clusterddp.supervisor.control_server import listen
 
 #: The nodes are unknown: srun chooses.
 ALL_NODES = Placement()
-#: How often srun's messages are read, in seconds.
-LOOK_S = 2.0
+#: Seconds between two reads of srun's messages.
+READ_INTERVAL_S = 2.0
 
 
 class Launcher(Protocol):
@@ -152,7 +152,7 @@ class SlurmLauncher:
         known: set[int] = set()
         while True:
             try:
-                code = self._srun.wait(timeout=LOOK_S)
+                code = self._srun.wait(timeout=READ_INTERVAL_S)
                 self._end_guards()
                 return code
             except subprocess.TimeoutExpired:

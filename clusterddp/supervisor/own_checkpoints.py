@@ -32,8 +32,10 @@ from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
-#: Seconds between two looks for a new checkpoint while the ranks run, but at least RARELY times what a look takes.
-LOOK_S, RARELY = 30.0, 50
+#: Seconds between two looks for a new checkpoint while the ranks run.
+SEARCH_INTERVAL_S = 30.0
+#: The interval is at least this many times what a look takes.
+RARELY = 50
 #: Seconds that the supervisor waits for the look at the end of an attempt.
 LAST_LOOK_S = 5.0
 #: Names of files that are still being written.
@@ -131,14 +133,14 @@ class OwnCheckpoints:
 
         Some scripts save the state again that they have just loaded, which is no new checkpoint.
         """
-        last, loaded, pause_s = self._job.resume is None, self.newest and self.newest.content, LOOK_S
+        last, loaded, pause_s = self._job.resume is None, self.newest and self.newest.content, SEARCH_INTERVAL_S
         warned = False
         while not last:
             written = self.written
             last, known, began = ended.wait(pause_s), self.newest, time.monotonic()
             look = self._look()
             found = look.newest
-            pause_s = max(LOOK_S, RARELY * (time.monotonic() - began))
+            pause_s = max(SEARCH_INTERVAL_S, RARELY * (time.monotonic() - began))
             if found is not None and found != known and (found.content is None or found.content != loaded):
                 report("own_checkpoint", **self._described(found))
             written = self.written if last else written  # it may be about to write the others

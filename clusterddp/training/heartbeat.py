@@ -41,8 +41,8 @@ RECORDED = 100
 RECORD_S = 1.5
 #: Seconds for which the end waits for the last heartbeat.
 CLOSE_S = 1.0
-#: How many samples of a thread's stack, and how far apart, show whether it makes progress.
-LOOKS, LOOK_S = 4, 0.01
+#: How many samples of a thread's stack show whether it makes progress, and the seconds between two.
+STACK_SAMPLES, SAMPLE_INTERVAL_S = 4, 0.01
 
 
 def phase(rank: int) -> float:
@@ -296,9 +296,9 @@ def positions_of(thread: int) -> set[object]:
     One sample is not enough: a tight loop releases the GIL at only a few places.
     """
     positions: set[object] = set()
-    for _ in range(LOOKS):
+    for _ in range(STACK_SAMPLES):
         positions.add(position_of(current_frames()[thread]))
-        time.sleep(LOOK_S)
+        time.sleep(SAMPLE_INTERVAL_S)
     return positions
 
 

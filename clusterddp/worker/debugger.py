@@ -25,8 +25,8 @@ from clusterddp.entry import exit_with
 from clusterddp.reporter import say
 from clusterddp.rundir.run_directory import RunDirectory
 
-#: How often the client looks for a rank that waits in ``breakpoint()``, in seconds.
-LOOK_S = 0.2
+#: Seconds between two looks for a rank that waits in ``breakpoint()``.
+RANK_CHECK_S = 0.2
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
@@ -141,7 +141,7 @@ def attach(run: RunDirectory, attempt: int, rank: int) -> int:
         except KeyboardInterrupt:  # while the rank runs, pdb stops it; at the prompt, it drops the line
             os.kill(pid, signal.SIGINT)
         except OSError:
-            time.sleep(LOOK_S)  # the other thread prints the reason
+            time.sleep(RANK_CHECK_S)  # the other thread prints the reason
     say(f"detached. Rank {rank} will wait in its next breakpoint()")
     return 0
 
@@ -158,7 +158,7 @@ def _connect(run: RunDirectory, attempt: int, rank: int) -> socket.socket | None
             if run.rank_record(attempt, rank).exists():
                 say(f"rank {rank} has exited without reaching breakpoint()")
                 return None
-            time.sleep(LOOK_S)
+            time.sleep(RANK_CHECK_S)
         else:
             return connection
 

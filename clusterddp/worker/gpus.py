@@ -50,8 +50,8 @@ _THROTTLES: Mapping[int, str] = {
     0x40: "heat",  # HwThermalSlowdown
     0x80: "a power brake",  # HwPowerBrakeSlowdown
 }
-#: Seconds between two looks.
-LOOK_S = 1.0
+#: Seconds between two samples of the GPUs.
+SAMPLE_S = 1.0
 
 
 class GpuLost(Exception):
@@ -258,7 +258,7 @@ class GpuWatch:
         busy: list[float] = []
         throttled: list[float] = []
         while not self._changed.is_set():
-            if (found := xids.next(LOOK_S)) is not None:
+            if (found := xids.next(SAMPLE_S)) is not None:
                 self._tell(*found)
                 continue  # more may be there already, and a GPU that is lost ends this
             for gpu in self.gpus:

@@ -133,7 +133,7 @@ def test_a_preempted_and_interrupted_run_is_the_uninterrupted_one(
 def test_the_end_of_an_attempt_is_awaited_not_looked_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command takes no CPU while it waits, and ends at once."""
     run.create()
-    monkeypatch.setattr(local, "LOOK_S", 600.0)
+    monkeypatch.setattr(local, "PROGRESS_S", 600.0)
     monkeypatch.setattr(local, "module_command", lambda _: ["/bin/sh", "-c", "exit 3", "sh"])
     job = Job(name="x", module="x", device="cpu")
     with Progress(run, None) as progress:

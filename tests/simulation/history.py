@@ -456,7 +456,7 @@ class History:
         waited = waiting.Waiting([waiting.Wait(self.run, self.job)])
         while not waited.look(1):  # it looks at the run's files more often, which nothing depends on
             due_s = waited.pace._at - waiting.time.monotonic()
-            self.world.sleep(min(5.0, max(waiting.LOOK_S, due_s)))
+            self.world.sleep(min(5.0, max(waiting.SHOWN_FILE_CHECK_S, due_s)))
         return waited.exit_code
 
     def _wait(self) -> int:

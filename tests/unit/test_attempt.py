@@ -1461,7 +1461,7 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     )
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("clusterddp.supervisor.launcher.LOOK_S", 0.05)
+    monkeypatch.setattr("clusterddp.supervisor.launcher.READ_INTERVAL_S", 0.05)
     before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # as the supervisor does
     launcher = SlurmLauncher(JOB)
     launcher.start(["true"], {**os.environ, protocol.SUPERVISOR: ":1"}, tmp_path)

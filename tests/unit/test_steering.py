@@ -424,7 +424,7 @@ def test_a_job_that_is_being_requeued_is_waited_for(
     """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
     happened(run, {"time": 1.0, "attempt": 0, **end})
-    monkeypatch.setattr(request_client, "ASK_S", 0.0)
+    monkeypatch.setattr(request_client, "QUERY_S", 0.0)
     fake_slurm["scontrol show job"] = [job("RUNNING"), job("COMPLETING"), job("PENDING", "BeginTime")]
     found = request_client.waiting_job(run)
     assert (found and found.state, len(fake_slurm.asked)) == (("PENDING", 3) if waits else (None, 1))
