@@ -40,16 +40,17 @@ from clusterddp.jobdef.tracking import check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.rundir.progress import recent
-from clusterddp.training import run_state, script_loop, script_steps, settings
+from clusterddp.training import script_loop, script_steps, settings, warm_start
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.loop import Run, Services
 from clusterddp.training.metrics import DONE_S, ERROR_S, STOP_S, Tracking
-from clusterddp.training.run_state import Files, Given, Randomness
+from clusterddp.training.run_state import Given, Randomness
 from clusterddp.training.saving import Saver, metric_or_part, with_best
 from clusterddp.training.script_state import Parts, PerRank, Values, by_name
 from clusterddp.training.settings import AttemptHistory
 from clusterddp.training.step_timing import Evaluations, step_times
 from clusterddp.training.stopping import Stopping, open_store
+from clusterddp.training.warm_start import Files
 from clusterddp.worker import control_channel, gpus, rank_exit
 
 if TYPE_CHECKING:
@@ -423,7 +424,7 @@ class Context(Loaders):
             )
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
-        start_warm = partial(run_state.load, init_from, init_strict, named, self._group) if init_from else None
+        start_warm = partial(warm_start.load, init_from, init_strict, named, self._group) if init_from else None
         values = Values(script_state)
         if self._agreement.boundary():
             self._stop_before_run()

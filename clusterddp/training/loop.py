@@ -33,7 +33,8 @@ from clusterddp.training.exactness import (
     explanation_of_unreduced,
 )
 from clusterddp.training.module_attributes import EXPLANATION as EXPLANATION_OF_ATTRIBUTES
-from clusterddp.training.run_state import Given, OptimizerSteps, RunState, Step
+from clusterddp.training.run_state import Given, RunState
+from clusterddp.training.step_state import OptimizerSteps, Step
 from clusterddp.training.step_timing import InputWait
 from clusterddp.worker import control_channel, rank_exit
 

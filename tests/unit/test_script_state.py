@@ -22,8 +22,8 @@ from clusterddp.distributed.wrapping import optimizers
 from clusterddp.errors import CheckpointError
 from clusterddp.history.codec import sentence
 from clusterddp.training.module_attributes import ModuleAttributes
-from clusterddp.training.run_state import BeforeStep
 from clusterddp.training.script_state import PerRank, Values, by_name
+from clusterddp.training.step_state import BeforeStep
 from tests.histories import event_of
 from tests.wording import raises
 

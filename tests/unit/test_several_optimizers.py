@@ -12,7 +12,7 @@ import torch
 
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.data.training_loader import MicroBatches
-from clusterddp.training.run_state import OptimizerSteps
+from clusterddp.training.step_state import OptimizerSteps
 from tests.wording import raises
 
 

@@ -15,7 +15,7 @@ from clusterddp.checkpoint import file_format, host_memory
 from clusterddp.checkpoint.host_memory import CGROUP_V1, CGROUP_V2, LARGE, Blocks, free_memory, left_in_cgroups
 from clusterddp.checkpoint.packing import pack, unpack
 from clusterddp.checkpoint.state_dict import changed_dtypes, load_state, recast_parameters, state_of
-from clusterddp.training.run_state import load
+from clusterddp.training.warm_start import load
 
 GROUP: Any = SimpleNamespace(rank=0, world_size=1, collective_device=torch.device("cpu"))
 

@@ -13,7 +13,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError
-from clusterddp.training.run_state import Files, Loaded, load
+from clusterddp.training.warm_start import Files, Loaded, load
 from tests.wording import raises, says
 
 GROUP: Any = SimpleNamespace(
