@@ -117,7 +117,7 @@ def described(job: JobInfo) -> str:
 class FakeController:
     """Gives the answers in order and repeats the last one; exceptions are raised."""
 
-    leave_code, again_code, resubmits, starts_again, busy = 3, 4, True, True, True
+    leave_code, again_code, resubmits, starts_again, busy, output_above = 3, 4, True, True, True, False
     nodes = ["n1"]
     #: Nodes whose slurmd does not answer.
     dead: Sequence[str] = ()

@@ -335,11 +335,6 @@ class RunDirectory:
         """Where a rank records how it ended."""
         return self.attempt_private(attempt) / f"rank-{rank}.json"
 
-    def error_marks(self, attempt: int) -> Path:
-        """Where rank 0 records at which bytes of its ``.err`` the error with which it failed begins and ends: a
-        traceback, or the message of ``sys.exit``."""
-        return self.attempt_private(attempt) / "error-marks.jsonl"
-
     def child_step_file(self, attempt: int) -> Path:
         """An empty file, once a process that the script has started made a step."""
         return self.attempt_private(attempt) / "child-step"

@@ -24,7 +24,8 @@ from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import counted, show
-from clusterddp.rundir.files import create_file, open_binary, unlink
+from clusterddp.rundir.files import create_file, unlink
+from clusterddp.rundir.growing_file import GrowingFile
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm.run_states import Cause
@@ -95,8 +96,7 @@ class Output:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._earlier = run, set(run.attempts())
-        #: How much of each file has been read, up to the end of its last whole line.
-        self._read: dict[Path, int] = {}
+        self._files: dict[Path, GrowingFile] = {}
 
     def has(self, pattern: re.Pattern[str]) -> bool:
         """Whether a line that was printed since the last call matches."""
@@ -104,15 +104,8 @@ class Output:
         return any(self._in_file(path, pattern) for folder in new for path in folder.glob("rank-*"))
 
     def _in_file(self, path: Path, pattern: re.Pattern[str]) -> bool:
-        read = self._read.get(path, 0)
-        if path.stat().st_size == read:
-            return False
-        with open_binary(path) as file:
-            file.seek(read)
-            data = file.read()
-        whole = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
-        self._read[path] = read + len(whole)
-        return any(pattern.search(line) for line in re.split("[\r\n]+", whole.decode(errors="replace")) if line)
+        file = self._files.setdefault(path, GrowingFile(path, ends=rb"[\r\n]+"))
+        return any(pattern.search(line) for line in file.lines() if line)
 
 
 def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
@@ -169,22 +162,26 @@ class LocalRun:
         """Runs the supervisor of one attempt. Returns its exit code."""
         # Like the batch script: TERM is ignored before Python starts.
         shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
-        command = [*shell, *module_command("clusterddp.supervisor"), str(self.run), *self._options()]
-        debugging = self.debug_rank is not None
-        # A debugged rank keeps the terminal, which it would lose in another session.
-        stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
+        above = ["--output-above"] if progress.shows_output else []
+        command = [*shell, *module_command("clusterddp.supervisor"), str(self.run), *self._options(), *above]
         environment = {**os.environ, **self.environment}
+        # A debugged rank keeps the terminal, which it would lose in another session.
+        debugging = self.debug_rank is not None
+        stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
+        stderr = None if debugging else subprocess.PIPE
         self._process = process = subprocess.Popen(
-            command, start_new_session=not debugging, stdout=stdout, env=environment
+            command, start_new_session=not debugging, stdout=stdout, stderr=stderr, env=environment
         )
+        progress.follow(process.stderr)
         try:
             return self._watch(process, progress)
         finally:
             if process.poll() is None:
                 self._kill()
             self._process = None
-            if stdout:
-                stdout.close()
+            progress.follow(None)
+            for file in filter(None, (stdout, process.stderr)):
+                file.close()
 
     def _options(self) -> list[str]:
         return ["--local", *(["--debug", str(self.debug_rank)] if self.debug_rank is not None else [])]

@@ -10,18 +10,19 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.failures.exit_status import LaunchFailure
 from clusterddp.history.codec import decode, sentence
 from clusterddp.history.failures import Failure, Hung, LaunchFailed, RankFailed
 from clusterddp.history.view import AttemptView, RunView
+from clusterddp.history.words import ATTEMPT_ENDS
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.messages.reports import End
 from clusterddp.reporter import forgiving, one_line, printable, say, show, what_failed
-from clusterddp.rundir.files import open_binary
+from clusterddp.rundir.growing_file import GrowingFile
 from clusterddp.rundir.json_lines import parse
 from clusterddp.rundir.progress import recent
 from clusterddp.rundir.run_directory import RunDirectory
@@ -36,72 +37,28 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 1.0
 
 
-class Tail:
-    """The complete lines appended to a file since the last call."""
+class _Words:
+    """What a process writes to a pipe, line by line, without waiting."""
 
-    def __init__(self, path: Path, from_end: bool = False) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
-
-    def lines(self) -> list[str]:
-        """New complete lines, without line ends."""
-        try:
-            with open_binary(self._path) as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        if not (whole := data.rpartition(b"\n")[0]):
-            return []
-        self._offset += len(whole) + 1
-        return whole.decode(errors="replace").split("\n")
-
-
-class _Output:
-    """What rank 0 writes to one of its files in an attempt.
-
-    ``marks``: the run's ``error_marks``, to leave that error out.
-    """
-
-    def __init__(self, path: Path, marks: Path | None = None) -> None:
-        self._path, self._offset, self._rest = path, 0, b""
-        self._marks = Tail(marks) if marks else None
-        self._error: list[int] = []
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._rest = pipe, b""
+        os.set_blocking(pipe.fileno(), False)
 
     def lines(self) -> list[str]:
-        """The lines completed since the last call, each as a terminal shows it in the end: only what follows the last
-        carriage return, as in a progress bar, which may be drawn for days."""
-        try:
-            with open_binary(self._path) as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        *whole, rest = (self._rest + self._without_error(data)).split(b"\n")
-        self._rest = _after_return(rest)
-        return [_after_return(line).rstrip(b"\r").decode(errors="replace") for line in whole]
-
-    def _without_error(self, data: bytes) -> bytes:
-        """New data without the error. What follows its beginning is read again until its end is known, too."""
-        begin = self._offset
-        self._offset += len(data)
-        if self._marks is not None:  # after the data was read: the rank writes the mark before the error
-            self._error += [mark["at"] for mark in _objects(self._marks.lines(), _MARK)]
-        if not self._error:
-            return data
-        before = data[: max(0, self._error[0] - begin)]
-        if len(self._error) == 1:
-            self._offset = begin + len(before)
-            return before
-        return before + data[max(0, self._error[1] - begin) :]
+        """The lines completed since the last call."""
+        data = self._rest
+        with suppress(BlockingIOError):
+            while more := os.read(self._pipe.fileno(), 1 << 16):
+                data += more
+        *whole, self._rest = data.split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
 
 
-def _after_return(line: bytes) -> bytes:
-    """What a terminal shows of a line. A carriage return at the end has overwritten nothing yet."""
-    return line[line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1 :]
-
-
-_MARK: Schema = {"at": is_count}
+def _after_return(line: str) -> str:
+    """What a terminal shows of a line in the end: what follows the last carriage return, as in a progress bar. One at
+    the end of the line has overwritten nothing."""
+    line = line.rstrip("\r")
+    return line[line.rfind("\r") + 1 :]
 
 
 def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
@@ -123,8 +80,7 @@ class Shown:
     events: Collection[str] | None = None
     """Which events are shown. None: all."""
     failures: bool = True
-    """Whether to show the sentence about a first failure and the error with which rank 0 ended. In a local run, the
-    supervisor prints both in a box on the same terminal."""
+    """Whether to show the sentence about a first failure. In a local run, the supervisor prints a box."""
     label: str = ""
     """The beginning of each event's line."""
 
@@ -142,9 +98,10 @@ class Progress:
         self, run: RunDirectory, total_steps: int | None, every_s: float | None = None, shown: Shown = _ALL
     ) -> None:
         self._run, self._shown = run, shown
-        self._events = Tail(run.events_file, from_end=True)
-        self._metrics = Tail(run.metrics_file, from_end=True)
-        self._output: list[_Output] = []
+        self._events = GrowingFile(run.events_file, from_end=True)
+        self._metrics = GrowingFile(run.metrics_file, from_end=True)
+        self._output: list[GrowingFile] = []
+        self._words: _Words | None = None
         self._total = total_steps
         self._live: Live | None = None
         self._every_s = every_s if shown.progress else None
@@ -159,6 +116,16 @@ class Progress:
             self._live.start()
             self._every_s = _LINE_EVERY_S
         return self
+
+    @property
+    def shows_output(self) -> bool:
+        """Whether it shows rank 0's output."""
+        return self._shown.output
+
+    def follow(self, supervisor: IO[bytes] | None) -> None:
+        """From now on shows what this supervisor prints, such as the box of a first failure. It follows what rank 0
+        had printed before."""
+        self._words = None if supervisor is None else _Words(supervisor)
 
     def __exit__(self, *_: object) -> None:
         self.update()
@@ -180,7 +147,7 @@ class Progress:
     def _update(self) -> None:
         for event in _objects(self._events.lines(), EVENT):
             self._event(event)
-        self._say_output()
+        self._say_words()
         for metrics in _objects(self._metrics.lines(), METRICS):
             self.steps_done = metrics["step"] + 1
         if self._every_s is not None and time.monotonic() >= self._line_at + self._every_s:
@@ -205,18 +172,29 @@ class Progress:
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
         shown = self._shown.events is None or event["event"] in self._shown.events
         said = sentence(decode(event)) if shown and (self._shown.failures or event["event"] != "rank_failed") else None
-        self._say_output()
+        if event["event"] in ATTEMPT_ENDS:  # the ranks have exited, and the box comes before the end's sentence
+            self._say_words(ended=True)
+        else:
+            self._say_output()
         if said:
             self._say(f"{self._shown.label}{said}")
         if event["event"] == "started" and self._shown.output:
             log = Log(self._run.attempt_logs(event["attempt"]), event["attempt"], 0)
-            marks = None if self._shown.failures else self._run.error_marks(event["attempt"])
-            self._output = [_Output(log.path("out")), _Output(log.path("err"), marks)]
+            self._output = [GrowingFile(log.path(kind)) for kind in ("out", "err")]
 
-    def _say_output(self) -> None:
-        """Shows the output of the user's own script unchanged, with its colours."""
+    def _say_words(self, ended: bool = False) -> None:
+        """Shows what the supervisor has printed, below what rank 0 had printed by then, so that it is read first."""
+        words = [] if self._words is None else self._words.lines()
+        self._say_output(ended)
+        for line in words:
+            self._say(line, raw=True)
+
+    def _say_output(self, ended: bool = False) -> None:
+        """Shows the output of the user's own script unchanged, with its colours.
+
+        ``ended``: also a last line without an end, as rank 0 has exited."""
         for output in self._output:
-            for line in filter(None, output.lines()):
+            for line in filter(None, map(_after_return, [*output.lines(), *([output.rest()] if ended else [])])):
                 self._say(line, raw=True)
 
     def _say(self, line: str, raw: bool = False) -> None:

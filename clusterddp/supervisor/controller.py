@@ -62,6 +62,8 @@ class Controller(Protocol):
     starts_again: bool
     #: Whether it serves many jobs, so that it must be asked rarely.
     busy: bool = True
+    #: Whether a user sees what this process prints below what rank 0 has printed, as in a local run.
+    output_above: bool = False
 
     def holder(self) -> dict[str, Any]:
         """The lease entry of this attempt."""

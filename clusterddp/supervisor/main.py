@@ -56,8 +56,11 @@ from clusterddp.worker.code_paths import mapped
 BUT_SUBMIT = "but `clusterddp submit --run-dir` does"
 
 
-def supervise_slurm(run_directory: str) -> int:
-    """Runs one attempt in the batch step of a Slurm job, or in salloc's shell. Returns the exit code."""
+def supervise_slurm(run_directory: str, output_above: bool = False) -> int:
+    """Runs one attempt in the batch step of a Slurm job, or in salloc's shell. Returns the exit code.
+
+    ``output_above``: see ``Controller``.
+    """
     prepare_process()
     slurm.use_own_cluster()
     run = RunDirectory(run_directory)
@@ -68,7 +71,9 @@ def supervise_slurm(run_directory: str) -> int:
     if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a resume check's job is not that of its runs
         return supervise(run, job, SlurmLauncher, SlurmController(os.environ, run, job))
     unlink(run.notice_file)  # of a previous attempt
-    return supervise(run, without_spares(job), SlurmLauncher, AllocationController(os.environ, run, job))
+    allocation = AllocationController(os.environ, run, job)
+    allocation.output_above = output_above
+    return supervise(run, without_spares(job), SlurmLauncher, allocation)
 
 
 def _open_own_log(run: RunDirectory) -> None:
@@ -120,7 +125,7 @@ def as_debugged(job: Job, rank: int | None) -> Job:
     return job.debugged()
 
 
-def supervise_local(run_directory: str, debug_rank: int | None) -> int:
+def supervise_local(run_directory: str, debug_rank: int | None, output_above: bool = False) -> int:
     """Runs one attempt as processes of this machine. Returns the exit code."""
     die_with_parent()
     prepare_process()
@@ -134,7 +139,9 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     if CHECK_RESUME in removed:  # of the command that has started this process, and not of a job around it
         os.environ[CHECK_RESUME] = removed[CHECK_RESUME]
     launcher = lambda job, _: LocalLauncher(job, debug_rank, partial(exists, run.notice_file))  # noqa: E731
-    return supervise(run, without_spares(job), launcher, LocalController(run))
+    controller = LocalController(run)
+    controller.output_above = output_above
+    return supervise(run, without_spares(job), launcher, controller)
 
 
 def prepare_process() -> None:
@@ -267,7 +274,9 @@ def main() -> None:
     parser.add_argument("run_directory")
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--debug", type=int, default=None)
+    parser.add_argument("--output-above", action="store_true")
     arguments = parser.parse_args()
-    path = arguments.run_directory
-    work = partial(supervise_local, path, arguments.debug) if arguments.local else partial(supervise_slurm, path)
+    path, above = arguments.run_directory, arguments.output_above
+    local, own = partial(supervise_local, path, arguments.debug, above), partial(supervise_slurm, path, above)
+    work = local if arguments.local else own
     exit_with(work, RunDirectory(path).private)

@@ -229,7 +229,9 @@ class Recovery:
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}, because {verdict.because}"
         first = FirstFailure(failure, verdict.others, step)
         more = (added_arguments(self._run, self._own), then)
-        show(failure_box(failure_text(self._run, self._number, first, time.time(), self._history.secrets, more)))
+        above = self._controller.output_above and failure.rank == 0 and not failure.end.of_launcher
+        text = failure_text(self._run, self._number, first, time.time(), self._history.secrets, more, above)
+        show(failure_box(text))
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps completed when a rank failed. A killed rank reports none, but the others then failed in

@@ -6,18 +6,16 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from clusterddp.history.beginnings import Training
 from clusterddp.reporter import say
-from clusterddp.rundir.files import append_line, open_binary
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.growing_file import GrowingFile
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.attempt_state import RankEvent
 
 #: Seconds between two reads of the outputs.
 READ_INTERVAL_S = 1.0
-#: The bytes of an output that are read at a time.
-BLOCK = 1 << 20
 #: The longest part of a line that is searched, at its end.
 LONGEST = 1 << 16
 
@@ -37,7 +35,7 @@ class StepLog:
     def __init__(self, run: RunDirectory, attempt: int, pattern: str, post: Callable[[RankEvent], None]) -> None:
         self._metrics, self._attempt, self._pattern, self._post = run.metrics_file, attempt, re.compile(pattern), post
         logs = run.attempt_logs(attempt)
-        self._outputs = [_Output(logs / f"rank-0.{name}") for name in ("out", "err")]
+        self._outputs = [GrowingFile(logs / f"rank-0.{name}", ends=rb"[\r\n]+") for name in ("out", "err")]
         self._step: int | None = None
         self._warned = False
         self._end = threading.Event()
@@ -81,28 +79,6 @@ class StepLog:
 
     def _steps_in(self, line: str) -> list[int]:
         """The last step in a line, as a list. Empty if there is none."""
-        found = [match[1] for match in self._pattern.finditer(line)]
+        found = [match[1] for match in self._pattern.finditer(line[-LONGEST:])]
         digits = (found[-1] or "").replace(",", "").replace("_", "") if found else ""
         return [int(digits)] if digits.isdecimal() and len(digits) <= 18 else []
-
-
-class _Output:
-    """A file that a rank writes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._rest = path, 0, b""
-
-    def lines(self) -> list[str]:
-        """The lines that have been completed since the last call. Progress bars end theirs with a carriage return."""
-        found: list[bytes] = []
-        try:
-            with open_binary(self._path) as file:
-                file.seek(self._offset)
-                while data := file.read(BLOCK):
-                    self._offset += len(data)
-                    *complete, self._rest = re.split(rb"[\r\n]+", self._rest + data)
-                    self._rest = self._rest[-LONGEST:]
-                    found += complete
-        except FileNotFoundError:  # not yet, or removed by the script
-            return []
-        return [line[-LONGEST:].decode(errors="replace") for line in found]

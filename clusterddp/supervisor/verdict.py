@@ -520,19 +520,24 @@ def failure_text(
     now: float,
     secrets: Sequence[str] = (),
     then: Sequence[str] = (),
+    above: bool = False,
 ) -> str:
     """The first failure: rank, host, time, its traceback or the end of its log, and the failures that it caused.
 
-    ``secrets``: values to mask in the log. ``then``: further lines.
+    ``secrets``: values to mask in the log. ``then``: further lines. ``above``: whether what the rank has printed is
+    shown above, and is not repeated. A script may have closed its stderr.
     """
     failure, others = first.end, first.others
     logs = [run.attempt_logs(attempt) / f"rank-{failure.rank}.{kind}" for kind in ("err", "out")]
     if failure.end.of_launcher:
         logs = [run.launcher_log(attempt)]
     log = next((log for log in logs if end_of_file(log).strip()), logs[0])  # some programs report errors on stdout
-    body = failure.traceback or end_of_log(masked(end_of_file(log), secrets))
+    body = (failure.traceback or end_of_log(masked(end_of_file(log), secrets))).rstrip()
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
-    lines = [failure.sentence(), f"attempt {attempt}{at_step(first.step)}, {when}", "", *body.rstrip().splitlines(), ""]
+    # The end of a log of a rank that died may have a stack of many threads, of which the body is the one that matters.
+    raised = failure.end is End.EXCEPTION and any(body in end_of_file(log) for log in logs)
+    shown = [] if above and (raised or failure.end is End.EXIT) else [*body.splitlines(), ""]
+    lines = [failure.sentence(), f"attempt {attempt}{at_step(first.step)}, {when}", "", *shown]
     lines += [*_who_waited(failure, others), *_different_calls(failure, others, body)]
     cause = failure.fault or (failure.known.cause if failure.known is not None else "")
     lines += [f"likely cause: {cause}"] if cause else []

@@ -17,13 +17,12 @@ import resource
 import runpy
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +42,7 @@ from clusterddp.errors import (
 from clusterddp.failures.stack_traces import main_thread_stack, stacks, write_stacks
 from clusterddp.process import at_exit, collect_rarely, die_with_parent, module_command, this_process
 from clusterddp.reporter import say, say_unlocked, show
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.registry import TRACKERS
@@ -142,8 +141,7 @@ def main() -> None:
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
         resume_watch.begin(os.environ)
-    failing = _marked(run.error_marks(attempt), process) if ranks.rank == 0 else None
-    values, code = run_script(command, failing)
+    values, code = run_script(command)
     if rank_exit.loop is not None:  # the script's loop ended early, at this step
         values = {"step": rank_exit.loop.step(), **values}
     if os.getpid() != process:
@@ -385,15 +383,12 @@ def _used_clusterddp() -> bool:
     return bool(USING_CLUSTERDDP & sys.modules.keys())
 
 
-def run_script(command: list[str], failing: AbstractContextManager[None] | None = None) -> tuple[dict[str, Any], int]:
+def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code.
-
-    ``failing``: entered while the traceback, or the message of ``sys.exit``, that ends the script is printed.
 
     ``supervisor/verdict.py`` judges how the ranks ended, and takes the run's exit code from that (``exit_code``: only
     after ``sys.exit``), not from the exit code of this process.
     """
-    failing = failing or nullcontext()
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
@@ -409,9 +404,9 @@ def run_script(command: list[str], failing: AbstractContextManager[None] | None 
     except Declined as declined:
         return {"end": "declined", "error": str(declined)}, 1
     except SystemExit as leaving:
-        return _exited(leaving, failing)
+        return _exited(leaving)
     except BaseException as error:
-        return _raised(error, failing), 1
+        return _raised(error), 1
     return _done()
 
 
@@ -439,7 +434,7 @@ def _done() -> tuple[dict[str, Any], int]:
     return {"end": "done", "left_loop": rank_exit.loop is not None}, 0
 
 
-def _exited(leaving: SystemExit, failing: AbstractContextManager[None]) -> tuple[dict[str, Any], int]:
+def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
     if leaving.code is None or leaving.code == 0:
         loop = rank_exit.loop
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
@@ -452,25 +447,23 @@ def _exited(leaving: SystemExit, failing: AbstractContextManager[None]) -> tuple
     if isinstance(leaving.code, int):  # includes True; the system takes 8 bits of a larger number, which may all be 0
         code = leaving.code & 0xFF or 1
         return {"end": "exit", "exit_code": code}, code
-    with failing:
-        show(str(leaving.code))  # as Python does
+    show(str(leaving.code))  # as Python does
     return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
 
 
-def _raised(error: BaseException, failing: AbstractContextManager[None]) -> dict[str, Any]:
+def _raised(error: BaseException) -> dict[str, Any]:
     """Prints the traceback as Python would, starting at the script's own frames, and returns its record."""
     inner = error.__traceback__
     while inner is not None and _below_the_script(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     error.__traceback__ = inner
-    with failing:
-        try:
-            sys.excepthook(type(error), error, inner)
-        except BaseException as failure:  # in the script's own excepthook: print both, as Python does
-            failure.__context__ = None
-            with suppress(Exception):  # the script has closed standard error
-                sys.__excepthook__(type(failure), failure, failure.__traceback__)
-                sys.__excepthook__(type(error), error, inner)
+    try:
+        sys.excepthook(type(error), error, inner)
+    except BaseException as failure:  # in the script's own excepthook: print both, as Python does
+        failure.__context__ = None
+        with suppress(Exception):  # the script has closed standard error
+            sys.__excepthook__(type(failure), failure, failure.__traceback__)
+            sys.__excepthook__(type(error), error, inner)
     try:
         message = f"{type(error).__name__}: {error}"
     except Exception:  # in the error's __str__; as traceback prints it
@@ -480,23 +473,6 @@ def _raised(error: BaseException, failing: AbstractContextManager[None]) -> dict
     if isinstance(error, DeviceError) and error.lacks_gpus:
         return {**record, "lacks_gpus": True}
     return {**record, "final": True} if isinstance(error, (CheckpointMismatch, LastSaveFailed)) else record
-
-
-@contextmanager
-def _marked(marks: Path, process: int) -> Iterator[None]:
-    """Records where in this process's stderr its last error begins and ends, for the display of a local run. It leaves
-    the error out, because the supervisor's box repeats it. A forked child's is in no box."""
-    _mark(marks, process)
-    yield
-    _mark(marks, process)
-
-
-def _mark(marks: Path, process: int) -> None:
-    with suppress(Exception):  # a full disk, or what the script has put in the place of standard error
-        sys.stderr.flush()
-        found = os.fstat(2)
-        if os.getpid() == process and stat.S_ISREG(found.st_mode):
-            append_line(marks, {"at": found.st_size})
 
 
 def _short(text: str, longest: int) -> str:

@@ -44,7 +44,7 @@ LEFT_OUT = {
         *("_stacks", "_on_stacks", "_wanted", "_stacks_answer", "_child"),
     },
     "runs/sweep_submission.py": {"run_all", "_run", "_loop_ended", "scripts", "check_marks", "_check_same"},
-    "supervisor/history.py": {"StepLog", "_Output"},
+    "supervisor/step_log.py": {"StepLog"},
     "supervisor/verdict.py": {
         *("added_arguments", "failure_text", "end_of_file", "_who_waited", "_different_calls", "_other_ends"),
         "_other_end",

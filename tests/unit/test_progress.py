@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line
 from clusterddp.rundir.progress import Recent, main_metric, recent
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress_display import Progress, Shown
@@ -96,13 +95,12 @@ def test_a_waiting_command_prints_a_line_where_there_is_no_terminal(
     says(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("boxed", [False, True])
-def test_both_streams_of_rank_0_are_shown_without_the_traceback_that_the_supervisor_boxes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], boxed: bool
+def test_what_the_supervisor_prints_comes_below_all_that_rank_0_printed_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A progress bar is its newest state, and what follows the traceback waits until its end is known."""
+    """A progress bar is its newest state. The box comes before the sentence about the attempt's end."""
     run = recorded_run(tmp_path / "net")
-    shown = Progress(run, None, shown=Shown(failures=not boxed))
+    shown = Progress(run, None, shown=Shown(failures=False))
     assert run.create_attempt() == 0
     out, err = (run.attempt_logs(0) / f"rank-0.{kind}" for kind in ("out", "err"))
 
@@ -117,10 +115,16 @@ def test_both_streams_of_rank_0_are_shown_without_the_traceback_that_the_supervi
     assert written(err, "a warning\n\r 10%\r 20%") == ["a warning"]
     assert written(out, " line\r\n") == ["half a line"]
     assert written(err, "\r 90%\r") == [] and written(err, "100%\n") == ["100%"]
-    append_line(run.error_marks(0), {"at": err.stat().st_size})
-    assert written(err, "Traceback\n  raise\nexits\n") == ([] if boxed else ["Traceback", "  raise", "exits"])
-    append_line(run.error_marks(0), {"at": err.stat().st_size - len("exits\n")})
-    assert written(err, "has exited\n") == (["exits", "has exited"] if boxed else ["has exited"])
+    reading, writing = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+    with reading, writing:
+        shown.follow(reading)
+        writing.write(b"a warning of the supervisor\n| the b")
+        writing.flush()
+        assert written(err, "Traceback\n") == ["Traceback", "a warning of the supervisor"]
+        writing.write(b"ox\n")
+        writing.flush()
+        happened(run, {"time": BEGAN + 1, "attempt": 0, "event": "failed", "attempts": 1, "step": 1, "reason": "gone"})
+        assert written(err, "ValueError: no\nthe last words")[:3] == ["ValueError: no", "the last words", "| the box"]
 
 
 @pytest.mark.parametrize(("launcher", "prints"), [("slurm", True), ("local", False)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.history.codec import sentence
@@ -134,3 +136,16 @@ def test_a_box_names_the_log_that_has_the_reason(tmp_path: Path) -> None:
     assert f"log: {out}" in box and "Error: no such data set: mnits" in box
     err.write_text("Traceback: here\n")
     assert f"log: {err}" in failure_text(run, 0, FirstFailure(failure), 2.0)
+
+
+@pytest.mark.parametrize(("printed", "repeated"), [(RAISED, False), ("closed its stderr\n", True)])
+def test_a_box_below_a_ranks_output_repeats_only_what_is_not_there(
+    tmp_path: Path, printed: str, repeated: bool
+) -> None:
+    """The script may have closed its stderr."""
+    run = RunDirectory(tmp_path)
+    run.create()
+    (run.attempt_logs(run.create_attempt()) / "rank-0.err").write_text(f"a warning\n{printed}last words\n")
+    first = FirstFailure(RankEnd(0, "n1", End.EXCEPTION, 1.0, error="ValueError: x", traceback=RAISED))
+    assert (RAISED.splitlines()[0] in failure_text(run, 0, first, 2.0, above=True)) is repeated
+    assert RAISED.splitlines()[0] in failure_text(run, 0, first, 2.0)
