@@ -21,6 +21,7 @@ from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.runs import sweep_submission
+from clusterddp.runs.configured_folder import use_runs_dir
 from clusterddp.runs.progress_display import Progress, Shown, described, find_log, newest_failure
 from clusterddp.runs.recording import ONLY_JOB, Content
 from clusterddp.runs.request_client import cancel_run
@@ -81,6 +82,7 @@ def launch(
             f"fn_kwargs requires a function, but the target is {target}. Pass a script's arguments as text, after "
             "its name"
         )
+    use_runs_dir()
     with without_job_variables():
         if callable(target):
             job, content = _of_function(target, args, values, fn_kwargs)
@@ -137,6 +139,7 @@ def sweep(
         accuracies = [handle.result() for handle in handles]
     """
     values = {key: value for key, value in job_definition.items() if value is not None}
+    use_runs_dir()
     with without_job_variables():
         asked = replace(_sweep_of(target, grid, args, values, run_dir), max_running=max_running, retry=tuple(retry))
         with planned(asked) as plan:

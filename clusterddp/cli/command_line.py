@@ -15,6 +15,7 @@ from typing import Any
 
 from clusterddp.errors import UsageError
 from clusterddp.reporter import show
+from clusterddp.runs.configured_folder import use_runs_dir
 from clusterddp.version import __version__
 
 COMMANDS = {
@@ -118,6 +119,8 @@ def command(argv: Sequence[str]) -> int:
         hint = ". Put the script's arguments after --" if name == "submit" else ""
         near = _near_option(unknown, name)
         raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}. {near}See `clusterddp {name} --help`{hint}")
+    if name != "config":  # which finds mistakes in configuration files
+        use_runs_dir()
     code: int = _function(name, "run")(arguments, script_arguments)
     return code
 

@@ -11,7 +11,9 @@ names the script that it is for. A job definition overrides them all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +33,8 @@ SITE_FILE = Path("/etc/clusterddp/config.yaml")
 #: Below the folder that jobs are submitted from or, inside a git checkout, below one above it.
 PROJECT_FILE = Path(".clusterddp", "config.yaml")
 SECTIONS = ("defaults", "clusters")
-#: In a section, besides keys of a job definition.
-TARGETS = "targets"
+#: In a section, besides keys of a job definition: values to choose among, and the folder of new runs.
+TARGETS, RUNS_DIR = "targets", "runs_dir"
 
 
 def keys_in(files: str) -> dict[str, Entry]:
@@ -92,9 +94,42 @@ def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[
     by_name = {name.lower(): fields_of(node, mistakes) for name, node in clusters.items()}
     for section in (defaults, *by_name.values()):
         targets = fields_of(get(section, TARGETS), mistakes).values()
-        for values in (_without(section, TARGETS), *(fields_of(target, mistakes) for target in targets)):
+        _read_runs_dir(section, mistakes)
+        for values in (_without(section, TARGETS, RUNS_DIR), *(fields_of(target, mistakes) for target in targets)):
             read_fields(values, keys_in("configuration"), mistakes, instead=INSTEAD_OF_KEY)
     return [defaults, by_name.get((cluster or "").lower(), {})]
+
+
+def configured_runs_dir(files: Sequence[ConfigurationFile], cluster: Callable[[], str | None]) -> str | None:
+    """The folder for new runs that the files name, for the cluster if a section of ``clusters:`` has one, or None.
+
+    ``~`` and variables are replaced. Raises JobDefinitionError for a file that is no YAML, and for a variable that is
+    not set. Other mistakes in the files do not matter here.
+    """
+    mistakes: list[Mistake] = []
+    tops = [file_fields(file.path, mistakes) for file in files]
+    of_clusters = [fields_of(get(top, "clusters"), []) for top in tops]
+    named = any(get(fields_of(node, []), RUNS_DIR) for sections in of_clusters for node in sections.values())
+    name = (cluster() or "").lower() if named else ""
+    found: Node | None = None
+    for top, sections in zip(tops, of_clusters, strict=True):
+        own = next((fields_of(node, []) for key, node in sections.items() if key.lower() == name), {})
+        for section in (fields_of(get(top, "defaults"), []), own):
+            found = _read_runs_dir(section, mistakes) or found
+    path = os.path.expandvars(os.path.expanduser(found.text)) if found else None  # noqa: PTH111
+    if found and path and (unset := re.search(r"\$\{?\w+", path)):
+        mistakes.append(Mistake(found.place, f"{RUNS_DIR}: {unset[0]} is not set in {found.quoted}"))
+    raise_mistakes(mistakes)
+    return path
+
+
+def _read_runs_dir(section: Fields, mistakes: list[Mistake]) -> Node | None:
+    node = get(section, RUNS_DIR)
+    if node is None or node.value is None:
+        return None
+    if not isinstance(node.value, str) or not node.value.isprintable():
+        mistakes.append(Mistake(node.place, f"{RUNS_DIR}: expected a folder, got {node.quoted}"))
+    return node
 
 
 def clusters_in(files: Sequence[ConfigurationFile]) -> list[str]:
@@ -198,7 +233,7 @@ def with_site(layers: Sequence[Fields], on: str | None, mistakes: list[Mistake])
         known = ", ".join(targets) or "none. Add `targets:` to a configuration file"
         mistakes.append(Mistake(Place(f"--on {on}"), f"unknown target. Known: {known}"))
     target = fields_of(get(targets, on), mistakes) if on is not None else {}
-    first = merged([values, _without(configured, TARGETS), target])
+    first = merged([values, _without(configured, TARGETS, RUNS_DIR), target])
     return [_without(layer, "site") for layer in (first, *rest)]
 
 

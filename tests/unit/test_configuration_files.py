@@ -14,9 +14,15 @@ from clusterddp.cli.command_line import command, parser
 from clusterddp.cli.options import resolve_job
 from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import configuration_files, kinds
-from clusterddp.jobdef.configuration_files import ConfigurationFile, find_configuration_files, read_configuration_files
+from clusterddp.jobdef.configuration_files import (
+    ConfigurationFile,
+    check_configuration_file,
+    find_configuration_files,
+    read_configuration_files,
+)
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values, load, load_resolved
+from clusterddp.runs.configured_folder import use_runs_dir
 from clusterddp.runs.submission import describe
 from clusterddp.slurm import commands
 from clusterddp.slurm.commands import submission_cluster
@@ -170,8 +176,8 @@ def test_the_page_shows_a_valid_configuration_file(tmp_path: Path) -> None:
     """For several clusters."""
     page = (Path(__file__).parents[2] / "docs" / "guide" / "job-definition.md").read_text()
     path = write(tmp_path / "config.yaml", re.findall(r"```yaml\n(defaults.*?)```", page, re.DOTALL)[0])
-    assert job_of(path, "alps").gpu_request == "gres"
-    assert job_of(path, "clariden").srun["container-image"] == "/images/train.sqsh"
+    assert job_of(path, "north").gpu_request == "gres"
+    assert job_of(path, "south").srun["container-image"] == "/images/train.sqsh"
 
 
 def job_of(path: Path, cluster: str) -> Job:
@@ -343,3 +349,55 @@ def test_every_profile_is_valid_and_says_where_it_is_from(name: str, capsys: pyt
     assert re.search(rf"^{name} .*{re.escape(profile.source)}.*Not tested there by us", capsys.readouterr().out, re.M)
     assert command(["config", "sites", name]) == 0
     assert profile.text.strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("defaults: {runs_dir: /scratch/runs}", "/scratch/runs"),
+        ("defaults: {runs_dir: $PLACE/runs}\nclusters: {other: {runs_dir: /other}}", "/place/runs"),
+        ("defaults: {runs_dir: /scratch}\nclusters: {Alps: {runs_dir: ~/alps}}", "/home/me/alps"),
+        ("defaults: {account: mine}", None),
+    ],
+)
+def test_the_folder_for_new_runs_may_be_configured(
+    text: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CLUSTERDDP_RUNS has precedence. Every command looks for runs there."""
+    write(tmp_path / "clusterddp" / "config.yaml", text)
+    variables = {
+        **BARE,
+        "XDG_CONFIG_HOME": str(tmp_path),
+        "PLACE": "/place",
+        "HOME": "/home/me",
+        "SLURM_CLUSTERS": "alps",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CLUSTERDDP_RUNS", "mine")
+    use_runs_dir()
+    assert os.environ["CLUSTERDDP_RUNS"] == "mine"
+    monkeypatch.delenv("CLUSTERDDP_RUNS")
+    use_runs_dir()
+    assert os.environ.pop("CLUSTERDDP_RUNS", None) == folder
+    assert from_values(
+        {"module": "m"}, defaults=read_configuration_files(find_configuration_files(variables, tmp_path), "alps")
+    )
+
+
+@pytest.mark.parametrize("value", ["$NOWHERE/runs", "[a]"])
+def test_a_folder_for_new_runs_that_cannot_be_is_a_mistake(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that is not set would make it another folder."""
+    path = write(tmp_path / "clusterddp" / "config.yaml", f"defaults: {{runs_dir: {value}}}")
+    for name, variable in {**BARE, "XDG_CONFIG_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, variable)
+    monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
+    with raises(JobDefinitionError):
+        use_runs_dir()
+    if "$" in value:  # which is set elsewhere
+        check_configuration_file(path)
+        return
+    with pytest.raises(JobDefinitionError):
+        check_configuration_file(path)
