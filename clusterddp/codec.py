@@ -6,6 +6,7 @@ Events of a history (``history/codec.py``) and messages between processes (``mes
 from __future__ import annotations
 
 import enum
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -43,6 +44,24 @@ def read(kind: type[_T], values: Any) -> _T:
     if not isinstance(values, dict):
         raise Misfit(f"expected an object, got {reprlib.repr(values)}")
     return kind(**fitting(entries(kind), values))  # type: ignore[arg-type]  # mypy: a class is not Hashable
+
+
+def name_of(kind: type[Any]) -> str:
+    """The name of a class in JSON: in snake case."""
+    return re.sub("(?<=.)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def by_name(union: Any) -> Mapping[str, type[Any]]:
+    """The classes of a union by their names."""
+    return {name_of(kind): kind for kind in get_args(union)}
+
+
+def read_one(kinds: Mapping[str, type[Any]], key: str, values: Any) -> Any:
+    """The object of one of these classes, which ``values[key]`` names. Raises Misfit."""
+    name = values.get(key) if isinstance(values, dict) else None
+    if not isinstance(name, str) or name not in kinds:
+        raise Misfit(f"{key!r} is {reprlib.repr(name)}")
+    return read(kinds[name], values)
 
 
 def fitting(entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,19 +28,6 @@ OWN, WAIT, IDLE = "own", "wait", "idle"
 #: A rank's first message, and the supervisor's answer once rank 0 has joined: the address of rank 0's store, whether it
 #: is open, and the number of this rank's events that have arrived.
 HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port open known term_notice_s?", "refused"
-#: Then the rank sends events, and the supervisor may send a command with its reason.
-ORDERS: Mapping[str, str] = {
-    "connect": "rank 0's store accepts connections",
-    "stop": "stop at a step boundary",
-    "explain": "report what may make this rank slow; the text is its ratio to the others, and for how many seconds",
-    "flight_record": "write torch's Flight Recorder trace of the last collectives",
-    "write_stacks": "write the stacks of all threads to the rank's log; the text is for how many seconds it has waited",
-    "stacks": "answer with the stacks of all threads; the text is the request's number",
-    "save": "rank 0: save at the next step boundary; the text is the request's number",
-    "count": "answer with the number of steps that this rank has made; the text is the number of rank 0's question",
-    "commit": "rank 0: commit the checkpoint; the text is its question's number, and why not if a rank is lost",
-    "leave": "exit now",
-}
 #: Reasons of the order to stop, others are in ``supervisor/attempt_state.Stop``: the time limit, and what a user asks
 #: for, of which Slurm sends no signal.
 TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp stop", "clusterddp requeue", "clusterddp drain"

@@ -200,22 +200,24 @@ class Stubs:
             self.counts.joined += 1
             self.counts.heard["answer"] += 1
             return
-        order, text = next(iter(message.items()))
+        order = message["order"]
         self.counts.heard[order] += 1
         end = {"rank": stub.rank, "host": f"n{stub.rank // 8:05}", "started": 1.0, "used_clusterddp": True}
         if order == "stop":
-            self._send(stub, "notified", {"event": "notified", "reason": text})
+            self._send(stub, "notified", {"event": "notified", "reason": message["reason"]})
             if stub.rank == 0:
-                self._send(stub, "stopping", {"event": "stopping", "step": 7, "reason": text})
-            self._send(stub, "left", {"event": "left", **end, "end": "stopped", "step": 7, "reason": text})
+                self._send(stub, "stopping", {"event": "stopping", "step": 7, "reason": message["reason"]})
+            self._send(stub, "left", {"event": "left", **end, "end": "stopped", "step": 7, "reason": message["reason"]})
             self._close(stub)
-        elif order == "stacks":
+        elif order == "send_stacks":
             frames = [f"/home/user/project/module_{number}.py:{number} (function_{number})" for number in range(FRAMES)]
             threads = [{"name": name, "frames": frames} for name in ("MainThread", "heartbeat", "agreement")]
             place = "the all_reduce of backward" if stub.rank % 512 else "data.py:88 (read)"
-            self._send(stub, "stacks", {"event": "stacks", "request": int(text), "place": place, "threads": threads})
+            self._send(
+                stub, "stacks", {"event": "stacks", "request": message["request"], "place": place, "threads": threads}
+            )
         elif order == "leave":
-            self._send(stub, "left", {"event": "left", **end, "end": "dismissed", "error": text})
+            self._send(stub, "left", {"event": "left", **end, "end": "dismissed", "error": message["why"]})
             self._close(stub)
 
     def _beat(self) -> None:

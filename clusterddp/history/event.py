@@ -11,10 +11,11 @@ recorded.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from clusterddp import codec
 
 #: All events, by their names.
 EVENTS: dict[str, type[Event]] = {}
@@ -37,7 +38,7 @@ class Event:
     order: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __init_subclass__(cls, abstract: bool = False) -> None:
-        cls.name = re.sub("(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
+        cls.name = codec.name_of(cls)
         if not abstract:
             EVENTS[cls.name] = cls
 

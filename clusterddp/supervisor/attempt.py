@@ -450,8 +450,8 @@ class Attempt:
                 self._writes.put(partial(self._record, event, now, values))
             case Say(text):
                 self._writes.put(partial(say, text))
-            case Broadcast(order, reason, ranks):
-                self._server.broadcast(ranks, **{order: reason})
+            case Broadcast(order, ranks):
+                self._server.broadcast(order, ranks)
             case Answer(client, values, last):
                 self._server.answer(client, values, last)
             case StartTimer(timer, seconds):

@@ -16,6 +16,7 @@ from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.failures.placement import Placement
 from clusterddp.history.event import Event as HistoryEvent
 from clusterddp.jobdef.job import Job
+from clusterddp.messages.orders import Order
 from clusterddp.messages.reports import (
     Alive,
     Committing,
@@ -217,10 +218,9 @@ class Say:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Send ``{order: reason}`` to these ranks (None: all). ``protocol.ORDERS`` lists the orders."""
+    """Send an order to these ranks (None: all)."""
 
-    order: str
-    reason: str
+    order: Order
     ranks: frozenset[int] | None = None
 
 

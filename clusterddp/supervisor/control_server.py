@@ -25,6 +25,7 @@ from clusterddp.codec import Misfit, read
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.history import codec
 from clusterddp.history.beginnings import Rejoined
+from clusterddp.messages.orders import Connect, Order, Stop, order_line
 from clusterddp.messages.reports import REPORTS, Hello, Joined, Serving
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.schemas import EVENT, is_text, schema_error
@@ -230,12 +231,12 @@ class ControlServer:
         """Adds values to the answer that each rank gets when it joins from now on."""
         self._request(lambda: self._told.update(values))
 
-    def broadcast(self, ranks: Collection[int] | None = None, /, **words: Any) -> None:
-        """Sends a message to these ranks, or to all, if they have joined.
+    def broadcast(self, order: Order, ranks: Collection[int] | None = None) -> None:
+        """Sends an order to these ranks, or to all, if they have joined.
 
         Never waits. A rank that cannot take it at once gets it as soon as it can.
         """
-        self._request(lambda: self._send_to_all(words, ranks))
+        self._request(lambda: self._send_to_all(order, ranks))
 
     def answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
         """Answers a request. The ``last`` answer closes its connection. Never waits."""
@@ -247,10 +248,10 @@ class ControlServer:
         with suppress(OSError):
             self._wake_write.send(b".")
 
-    def _send_to_all(self, words: Mapping[str, Any], ranks: Collection[int] | None) -> None:
-        if self._store is None and "stop" in words:
+    def _send_to_all(self, order: Order, ranks: Collection[int] | None) -> None:
+        if self._store is None and isinstance(order, Stop):
             return  # all wait for rank 0's address, or the order to exit; USR2 asks them to stop
-        line = encoded(words)
+        line = encoded(order_line(order))
         for rank in list(self._joined) if ranks is None else ranks:
             if (peer := self._joined.get(rank)) is not None and not self._outbox.send(peer.connection, line):
                 say(f"rank {rank} is not reading from its connection. Dropped a message to this rank: {line[:200]!r}")
@@ -430,7 +431,7 @@ class ControlServer:
     def _open_store(self, rank: int) -> None:
         if rank == 0 and self._store is not None:
             self._store["open"] = True  # for ranks that reconnect
-            self._send_to_all({"connect": True}, None)
+            self._send_to_all(Connect(), None)
 
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
         """Takes a request from any process with the token, which only the user can read."""

@@ -18,6 +18,7 @@ from clusterddp.history.event import Event as HistoryEvent
 from clusterddp.history.failures import GpuFault, gpu_fault
 from clusterddp.history.steps import Progress
 from clusterddp.history.stops import Finishing, Notified, Overdue, Signal, Stopping
+from clusterddp.messages import orders
 from clusterddp.messages.reports import (
     Alive,
     Committing,
@@ -144,7 +145,7 @@ def _on_joined(state: State, rank: int, joined: Joined) -> Step:
     late = sorted(state.told - {SIGNAL})
     if late and 0 not in state.hosts:
         return state, [Do.NOTIFY_RANKS]
-    return state, [Broadcast("stop", why, frozenset((rank,))) for why in late]
+    return state, [Broadcast(orders.Stop(why), frozenset((rank,))) for why in late]
 
 
 def _on_reported(state: State, rank: int, event: HistoryEvent, now: float) -> Step:
@@ -279,11 +280,11 @@ def _on_committing(state: State, asking: Committing, now: float) -> Step:
     state = replace(state, question=Question(number, step, PerRank(dict.fromkeys(waiting, True))))
     if lost := waiting & state.lost_at.keys():
         why = _exited(state, min(lost, key=lambda rank: state.lost_at[rank]))
-        leave = [] if _rest_s(state, now) > 0 else [Broadcast("leave", why, _RANK_0)]
-        return state, [Broadcast("commit", f"{number} {why}", _RANK_0), *leave]
+        leave = [] if _rest_s(state, now) > 0 else [Broadcast(orders.Leave(why), _RANK_0)]
+        return state, [Broadcast(orders.Commit(number, why), _RANK_0), *leave]
     if waiting:
-        return state, [Broadcast("count", str(number), frozenset(waiting))]
-    return state, [Broadcast("commit", str(number), _RANK_0)]
+        return state, [Broadcast(orders.CountSteps(number), frozenset(waiting))]
+    return state, [Broadcast(orders.Commit(number), _RANK_0)]
 
 
 def _on_made(state: State, rank: int, made: Made) -> Step:
@@ -292,7 +293,7 @@ def _on_made(state: State, rank: int, made: Made) -> Step:
     if asked is None or asked.number != made.question or rank not in asked.waiting or made.step < asked.step:
         return state, []
     asked = replace(asked, waiting=asked.waiting.without(rank))
-    return replace(state, question=asked), [] if asked.waiting else [Broadcast("commit", str(asked.number), _RANK_0)]
+    return replace(state, question=asked), [] if asked.waiting else [Broadcast(orders.Commit(asked.number), _RANK_0)]
 
 
 def _lose(state: State, rank: int, at: float) -> State:
@@ -339,7 +340,7 @@ def _on_dismiss(state: State, now: float) -> Step:
     if (rest_s := _rest_s(state, now)) > 0:
         return state, [StartTimer(Timer.DISMISS, rest_s)]
     kill: list[Action] = [StartTimer(Timer.KILL, HANG_GRACE_S)] if state.failed else []
-    return state, [Broadcast("leave", state.dismissal), *kill]
+    return state, [Broadcast(orders.Leave(state.dismissal)), *kill]
 
 
 def _rest_s(state: State, now: float) -> float:
@@ -379,7 +380,7 @@ def _abandon(state: State) -> Step:
     """Ends an attempt that lost a node. Rank 0 may save first, which needs no other rank."""
     if not state.abandon or state.saving:
         return state, []
-    actions: list[Action] = [Broadcast("leave", state.abandon), StartTimer(Timer.ABANDON, state.abandon_s)]
+    actions: list[Action] = [Broadcast(orders.Leave(state.abandon)), StartTimer(Timer.ABANDON, state.abandon_s)]
     return replace(state, abandon="", leaving=True), actions
 
 
@@ -505,7 +506,7 @@ def _look(state: State, now: float) -> Step:
     # The stop goes over the connections first. The launcher signals ranks that may not read theirs: they have not
     # joined, or run a Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the
     # signal goes to their children, too.
-    actions: list[Action] = [Broadcast("stop", stop.value)]
+    actions: list[Action] = [Broadcast(orders.Stop(stop.value))]
     if (told and not untold) or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
     if why and not told:
@@ -571,7 +572,7 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
 
 def _on_removed(state: State, event: RunRemoved, _now: float) -> Step:
     """Ends the ranks, whose work can no longer be saved."""
-    actions: list[Action] = [Say(f"{event.why}. Terminating the ranks"), Broadcast("leave", event.why)]
+    actions: list[Action] = [Say(f"{event.why}. Terminating the ranks"), Broadcast(orders.Leave(event.why))]
     state = replace(state, removed=True, watched=False, dismissal=event.why, failed=True)
     return state, [*actions, StartTimer(Timer.KILL, HANG_GRACE_S)]
 
@@ -592,8 +593,8 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     if values.pop("of_device") and len(nodes) == 1:
         values["suspect"] = nodes.pop()
     record = Record("hung", {"rank": hang.late[0], **values})
-    orders = [Broadcast("flight_record", hang.what), Broadcast("leave", hang.what)]
-    actions: list[Action] = [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
+    ends = [Broadcast(orders.RecordFlight(hang.what)), Broadcast(orders.Leave(hang.what))]
+    actions: list[Action] = [record, *ends, StartTimer(Timer.KILL, HANG_GRACE_S)]
     return replace(state, hang=hang, hung_at=now, watched=False), actions
 
 
@@ -657,7 +658,7 @@ def _end_connecting(state: State, late: list[int], what: str, now: float) -> Ste
     seconds, first = state.connecting_s, late[0]
     hang = Hang(tuple(late), state.hosts.get(first, state.node_of(first)), None, seconds, what, seconds)
     state, actions = _on_hang(state, hang, now)
-    return state, [Broadcast("write_stacks", f"{seconds:.0f}"), *actions]
+    return state, [Broadcast(orders.WriteStacks(seconds)), *actions]
 
 
 def _on_watchdog(state: State, _now: float) -> Step:
@@ -684,7 +685,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Slow: lambda state, slow, _: (state, [Record("slow", asdict(slow))]),
     StillSlow: lambda state, slow, _: (
         state,
-        [Broadcast("explain", f"{slow.ratio} {slow.seconds:.0f}", frozenset((slow.rank,)))],
+        [Broadcast(orders.Explain(slow.ratio, round(slow.seconds)), frozenset((slow.rank,)))],
     ),
     StragglerRecovered: lambda state, rank, _: (state, [Record("straggler_recovered", asdict(rank))]),
 }

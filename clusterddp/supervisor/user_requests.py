@@ -16,6 +16,7 @@ from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped
 from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
 from clusterddp.hostlist import ranks_in
+from clusterddp.messages import orders
 from clusterddp.messages.reports import Saving, Stacks
 from clusterddp.rundir.schemas import is_text
 from clusterddp.supervisor.attempt_state import (
@@ -103,7 +104,7 @@ def _stacks(state: State, request: Request, now: float) -> Step:
     if not asked:
         return _stacks_finish(state, waiting)
     state = _keep(state, waiting)
-    return state, [Broadcast("stacks", str(request.client), asked), *_timer(state, now)]
+    return state, [Broadcast(orders.SendStacks(request.client), asked), *_timer(state, now)]
 
 
 def _on_stacks(state: State, waiting: Pending, rank: int, stacks: Stacks) -> Step:
@@ -151,7 +152,7 @@ def _save(state: State, request: Request, now: float) -> Step:
         why = "rank 0 has exited" if 0 in state.hosts else "the ranks are still starting"
         return _refuse(state, request, f"not saved: {why}")
     state = _keep(state, Pending(request, rank_0, now + ANSWER_S))
-    return state, [Broadcast("save", str(request.client), rank_0), *_timer(state, now)]
+    return state, [Broadcast(orders.Save(request.client), rank_0), *_timer(state, now)]
 
 
 def _on_saving(state: State, waiting: Pending, answer: Saving) -> Step:

@@ -1,6 +1,6 @@
 """The control channel from a rank to its supervisor: one TCP connection per rank, JSON lines, standard library only.
 
-This is the rank's end. The supervisor's is ``supervisor/control_server.py``, and ``protocol.py`` lists the messages.
+This is the rank's end. The supervisor's is ``supervisor/control_server.py``. Their messages are in ``messages/``.
 
 - Rendezvous: each rank sends the attempt's token and gets the address of rank 0's store. Rank 0 chooses and reserves
   the port. The address is the peer address of its connection, so no host name is resolved. The supervisor announces
@@ -36,7 +36,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from clusterddp import protocol
+from clusterddp.codec import Misfit
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.messages.orders import Commit, Leave, Order, read_order
 from clusterddp.reporter import say
 
 #: Maximum size of a message in bytes. The sender truncates or drops a longer one, and the receiver skips it. The
@@ -120,7 +122,7 @@ class ControlChannel:
         #: How many steps this rank has made. None before it has a run.
         self.steps_made: Callable[[], int] | None = None
         self._questions = 0
-        self._answers: SimpleQueue[str] = SimpleQueue()
+        self._answers: SimpleQueue[Commit] = SimpleQueue()
         self._unreachable = threading.Event()
         #: See the function of that name.
         self.variables: Mapping[str, str] = {}
@@ -161,12 +163,12 @@ class ControlChannel:
         channel._again = lambda timeout: cls._join(address, hello, timeout, lambda: channel._closed)
         return channel
 
-    def listen(self, on_lost: Callable[[], None], on_order: Callable[[Mapping[str, Any]], None]) -> None:
+    def listen(self, on_lost: Callable[[], None], on_order: Callable[[Order], None]) -> None:
         """Starts a thread that passes the supervisor's orders to ``on_order``. Calls ``on_lost`` once when the
         supervisor is unreachable."""
         threading.Thread(target=self._listen, args=(on_lost, on_order), name="control channel", daemon=True).start()
 
-    def _listen(self, on_lost: Callable[[], None], on_order: Callable[[Mapping[str, Any]], None]) -> None:
+    def _listen(self, on_lost: Callable[[], None], on_order: Callable[[Order], None]) -> None:
         self._hear(on_order)
         while not self._closed and self._rejoin():
             self._hear(on_order)
@@ -198,15 +200,14 @@ class ControlChannel:
                     self._connection.sendall(line)
         return True
 
-    def _hear(self, on_order: Callable[[Mapping[str, Any]], None]) -> None:
+    def _hear(self, on_order: Callable[[Order], None]) -> None:
         """Passes on orders until the connection breaks."""
         rest = b""
         with suppress(OSError):
             for data in chain([self._heard], iter(lambda: self._connection.recv(4096), b"")):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    if order := _order(line):
-                        _obey(order, on_order)
+                    _obey(line, on_order)
                 if len(rest) > LONGEST_LINE:
                     break
 
@@ -234,21 +235,20 @@ class ControlChannel:
         ``is_certain``, which is polled, returns True. For one thread at a time.
         """
         self._questions += 1
-        question = str(self._questions)
         ask_at, pause_s = -math.inf, _ASK_AGAIN_S
         while not is_certain() and not self._unreachable.is_set():
             if (now := time.monotonic()) >= ask_at:
                 ask_at, pause_s = now + pause_s, min(2 * pause_s, _LONGEST_ASK_AGAIN_S)
                 self.send("committing", question=self._questions, step=step)
             with suppress(Empty):
-                number, _, why_not = self._answers.get(timeout=_ANSWER_POLL_S).partition(" ")
-                if number == question:
-                    return why_not or None
+                answer = self._answers.get(timeout=_ANSWER_POLL_S)
+                if answer.question == self._questions:
+                    return answer.why_not
         return None
 
-    def answer(self, text: str) -> None:
+    def answer(self, answer: Commit) -> None:
         """The supervisor's answer to that question."""
-        self._answers.put(text)
+        self._answers.put(answer)
 
     def close(self) -> None:
         """Closes the connection of this process. A forked child's close leaves the parent's open."""
@@ -364,21 +364,22 @@ def clip(text: str, longest: int) -> str:
     return f"{text[: longest // 2]} ... [{left_out:,} characters left out] ... {text[len(text) - longest // 2 :]}"
 
 
-def _obey(order: Mapping[str, Any], on_order: Callable[[Mapping[str, Any]], None]) -> None:
+def _obey(line: bytes, on_order: Callable[[Order], None]) -> None:
     """Carries out an order. An error, such as a thread that cannot be started, must not hide later orders."""
+    if (order := _order(line)) is None:
+        return
     try:
         on_order(order)
     except Exception as error:
-        say(f"could not carry out the supervisor's request {dict(order)!r:.200}: {error!r}")
+        say(f"could not carry out the supervisor's request {order!r:.200}: {error!r}")
 
 
-def _order(line: bytes) -> dict[str, Any]:
-    """The order in a line. Empty if it cannot be parsed."""
+def _order(line: bytes) -> Order | None:
+    """The order in a line. None for anything else, such as an order of another version."""
     try:
-        order = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return order if isinstance(order, dict) else {}
+        return read_order(json.loads(line))
+    except (ValueError, RecursionError, Misfit):
+        return None
 
 
 def _answer(line: bytes, address: str) -> Answer:
@@ -387,8 +388,8 @@ def _answer(line: bytes, address: str) -> Answer:
         answer = json.loads(line)
         if "refused" in answer:
             raise LauncherEnvironmentError(f"the supervisor at {address} refused this rank: {answer['refused']}")
-        if "leave" in answer:
-            raise LauncherEnvironmentError(f"stopped before all ranks had joined: {answer['leave']}")
+        if isinstance(order := _order(line), Leave):
+            raise LauncherEnvironmentError(f"stopped before all ranks had joined: {order.why}")
         notice = answer.get("term_notice_s")
         notice_s = None if notice is None else float(notice)
         return str(answer["host"]), int(answer["port"]), notice_s, bool(answer["open"]), int(answer["known"])

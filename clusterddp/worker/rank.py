@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +40,19 @@ from clusterddp.errors import (
     StoppedAlone,
 )
 from clusterddp.failures.stack_traces import main_thread_stack, stacks, write_stacks
+from clusterddp.messages.orders import (
+    Commit,
+    Connect,
+    CountSteps,
+    Explain,
+    Leave,
+    Order,
+    RecordFlight,
+    Save,
+    SendStacks,
+    Stop,
+    WriteStacks,
+)
 from clusterddp.process import at_exit, collect_rarely, die_with_parent, module_command, this_process
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
@@ -314,62 +327,56 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
     rank_exit.exit_now(1)  # without the script's exit handlers, which may write to files that the newer attempt uses
 
 
-def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+def obey(channel: ControlChannel, order: Order, end: Mapping[str, Any]) -> None:
     """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, count its steps,
     commit, report or write stacks, write torch's flight record, or exit at once. Works even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
-    if "stop" in order:
-        channel.stop(str(order["stop"]))
-    if "connect" in order:
-        channel.store_open.set()
-    if "flight_record" in order:
-        channel.write_flight_record()
-    if "write_stacks" in order:
-        write_stacks(float(order["write_stacks"]))
-    if "stacks" in order:
-        # In a separate thread, so that orders that follow do not wait for it.
-        threading.Thread(
-            target=_report_stacks, args=(channel, str(order["stacks"])), name="stacks", daemon=True
-        ).start()
-    if "explain" in order:
-        threading.Thread(
-            target=_explain, args=(channel, str(order["explain"]), end["host"]), name="facts", daemon=True
-        ).start()
-    if "save" in order:
-        _save(channel, str(order["save"]))
-    if "count" in order and channel.steps_made is not None:
-        channel.send("made", question=int(order["count"]), step=channel.steps_made())
-    if "commit" in order:
-        channel.answer(str(order["commit"]))
-    if "leave" in order and _used_clusterddp():
-        say_unlocked(f"exiting, because {order['leave']}")
-        where = _short(main_thread_stack(), LONGEST_TRACEBACK)
-        dismissed = {"end": "dismissed", "error": order["leave"], "traceback": where, "used_clusterddp": True}
-        channel.send("left", **{**end, **dismissed})
-        # In a separate thread, because an exit handler may need an answer of the supervisor.
-        threading.Thread(target=rank_exit.fail, args=(1, rank_exit.DISMISSAL_GRACE_S), name="exit", daemon=True).start()
+    match order:
+        case Stop():
+            channel.stop(order.reason)
+        case Connect():
+            channel.store_open.set()
+        case RecordFlight():
+            channel.write_flight_record()
+        case WriteStacks():
+            write_stacks(order.seconds)
+        case SendStacks():  # in a separate thread, so that orders that follow do not wait for it
+            _in_thread(lambda: channel.send("stacks", request=order.request, **stacks()), "stacks")
+        case Explain():
+            _in_thread(lambda: _explain(channel, order, end["host"]), "facts")
+        case Save():
+            _save(channel, order)
+        case CountSteps() if channel.steps_made is not None:
+            channel.send("made", question=order.question, step=channel.steps_made())
+        case Commit():
+            channel.answer(order)
+        case Leave() if _used_clusterddp():
+            say_unlocked(f"exiting, because {order.why}")
+            where = _short(main_thread_stack(), LONGEST_TRACEBACK)
+            dismissed = {"end": "dismissed", "error": order.why, "traceback": where, "used_clusterddp": True}
+            channel.send("left", **{**end, **dismissed})
+            # In a separate thread, because an exit handler may need an answer of the supervisor.
+            _in_thread(lambda: rank_exit.fail(1, rank_exit.DISMISSAL_GRACE_S), "exit")
 
 
-def _report_stacks(channel: ControlChannel, request: str) -> None:
-    channel.send("stacks", request=int(request), **stacks())
+def _in_thread(work: Callable[[], None], name: str) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
 
 
-def _explain(channel: ControlChannel, order: str, host: str) -> None:
+def _explain(channel: ControlChannel, order: Explain, host: str) -> None:
     """Reports what may make this rank slow."""
-
-    ratio, seconds = map(float, order.split())
-    channel.send("slow_node", host=host, ratio=ratio, seconds=seconds, facts=gpus.node_facts())
+    channel.send("slow_node", host=host, ratio=order.ratio, seconds=order.seconds, facts=gpus.node_facts())
 
 
-def _save(channel: ControlChannel, request: str) -> None:
+def _save(channel: ControlChannel, order: Save) -> None:
     """Has the next step boundary save. The answer comes first, because it must precede the checkpoint's report."""
     if (run := channel.run) is None:
-        channel.send("saving", request=int(request))
+        channel.send("saving", request=order.request)
         return
     step, committed = run.progress()
-    channel.send("saving", request=int(request), step=step, committed=committed)
+    channel.send("saving", request=order.request, step=step, committed=committed)
     if committed != step:
         run.save()
 

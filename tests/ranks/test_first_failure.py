@@ -15,6 +15,7 @@ import pytest
 from clusterddp import protocol
 from clusterddp.codec import read
 from clusterddp.failures.stack_traces import users_line
+from clusterddp.messages.orders import Leave
 from clusterddp.messages.reports import End, Left
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
@@ -154,7 +155,7 @@ def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
             assert links[0] is not None and links[1] is not None
             links[1].send("left", host="n2", end="exception", error="ValueError: no", used_clusterddp=True)
             heard = threading.Event()
-            links[0].listen(heard.set, lambda words: (told.append(words["leave"]), heard.set()))  # type: ignore[arg-type]
+            links[0].listen(heard.set, lambda order: (told.append(order.why), heard.set()))  # type: ignore
             assert heard.wait(10)
             return 1
 
@@ -170,7 +171,7 @@ def test_a_rank_that_is_told_to_exit_reports_where_it_was(monkeypatch: pytest.Mo
     monkeypatch.setattr(rank_exit, "fail", lambda *_: None)
     monkeypatch.setattr(rank, "USING_CLUSTERDDP", {__name__})
     channel = SimpleNamespace(send=lambda _, **values: sent.append(values))
-    order, end = {"leave": "rank 1 exited"}, {"rank": 0, "host": "n1"}
+    order, end = Leave("rank 1 exited"), {"rank": 0, "host": "n1"}
     listener = threading.Thread(target=lambda: rank.obey(channel, order, end))  # type: ignore[arg-type]
     listener.start()
     listener.join()

@@ -250,7 +250,7 @@ dist.all_reduce(torch.ones(1))
 state, _ = step(State(Job(name="x", module="x"), ("n1",), abandon_s=5.0), RankEvent(0, Joined("n1")), 0.0)
 for action in step(state, Hang((1,), "n1", 7, 606.0, "rank 1 hangs", 605.0), 0.0)[1]:
     if isinstance(action, Broadcast):
-        server.broadcast(**{action.order: action.reason})
+        server.broadcast(action.order)
 threading.Event().wait()
 """
 

@@ -13,6 +13,7 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
 from clusterddp.history.view import Events
+from clusterddp.messages import orders
 from clusterddp.messages.reports import Committing
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
@@ -248,7 +249,7 @@ def _a_rank_that_trains_on_alone_commits() -> Patches:
     """Rank 0 commits a checkpoint although another rank is lost."""
 
     def on_committing(state: Any, asking: Committing, now: float) -> Any:
-        return state, [Broadcast("commit", str(asking.question), frozenset((0,)))]
+        return state, [Broadcast(orders.Commit(asking.question), frozenset((0,)))]
 
     return [(decide, "_on_committing", on_committing)]
 
@@ -260,7 +261,7 @@ def _a_connected_rank_has_made_the_step() -> Patches:
     def on_committing(state: Any, asking: Committing, now: float) -> Any:
         if state.lost_at:
             return real(state, asking, now)
-        return state, [Broadcast("commit", str(asking.question), frozenset((0,)))]
+        return state, [Broadcast(orders.Commit(asking.question), frozenset((0,)))]
 
     return [(decide, "_on_committing", on_committing)]
 

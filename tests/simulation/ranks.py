@@ -24,6 +24,7 @@ from clusterddp.codec import Misfit
 from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
+from clusterddp.messages.orders import Commit, CountSteps, Leave, Order, Save, Stop
 from clusterddp.protocol import CHECKPOINT, COMMITTED
 from clusterddp.rundir.control_address import Address
 from clusterddp.rundir.run_directory import RunDirectory
@@ -201,12 +202,11 @@ class Server:
     def tell(self, **values: Any) -> None:
         """Nothing that the model's ranks use."""
 
-    def broadcast(self, ranks: Collection[int] | None = None, /, **words: Any) -> None:
+    def broadcast(self, order: Order, ranks: Collection[int] | None = None) -> None:
         """An order to these ranks."""
         for number, rank in list(self._ranks.items()):
             if ranks is None or number in ranks:
-                for order, reason in words.items():
-                    self._deliver(number, rank.obey, order, reason)
+                self._deliver(number, rank.obey, order)
 
     def answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
         """An answer to a request of the user."""
@@ -418,26 +418,24 @@ class Rank:
 
     # --- what reaches it
 
-    def obey(self, order: str, reason: str) -> None:
+    def obey(self, order: Order) -> None:
         """An order of the supervisor."""
         if not self.process.alive:
             return
-        if order == "stop" and not self.stop:
-            self.stop = reason
-            self.report("notified", reason=reason)
-        elif order == "count":
-            self.report("made", question=int(reason), step=self.at)
-        elif order == "commit":
-            self._answers.put(reason)
-        elif order == "leave":
-            self._leave({"end": "dismissed", "error": reason})
-            self.process.exit(1)
-        elif order == "save":
-            if self.training:
-                self.save_asked = True
-                self.report("saving", request=int(reason), step=self.at + 1)
-            else:
-                self.report("saving", request=int(reason), step=None)
+        match order:
+            case Stop() if not self.stop:
+                self.stop = order.reason
+                self.report("notified", reason=order.reason)
+            case CountSteps():
+                self.report("made", question=order.question, step=self.at)
+            case Commit():
+                self._answers.put(order)
+            case Leave():
+                self._leave({"end": "dismissed", "error": order.why})
+                self.process.exit(1)
+            case Save():
+                self.save_asked = self.save_asked or self.training
+                self.report("saving", request=order.request, step=self.at + 1 if self.training else None)
 
     def signal(self, name: str) -> None:
         """A signal of Slurm."""
@@ -606,11 +604,11 @@ class Rank:
         while self.server is not None and not self._fencing:
             self.report("committing", question=self._questions, step=step)
             try:
-                number, _, lost = self._answers.get(timeout=ASK_AGAIN_S).partition(" ")
+                answer = self._answers.get(timeout=ASK_AGAIN_S)
             except Empty:
                 continue
-            if int(number) == self._questions:
-                return not lost
+            if answer.question == self._questions:
+                return answer.why_not is None
         return True
 
     def _beat(self) -> None:

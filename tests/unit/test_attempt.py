@@ -30,6 +30,7 @@ from clusterddp.history.codec import sentence
 from clusterddp.history.stops import Signal
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
+from clusterddp.messages import orders
 from clusterddp.process import RunningClock, started_at
 from clusterddp.report.booking import book
 from clusterddp.rundir import files
@@ -400,7 +401,7 @@ def test_an_error_of_the_supervisor_itself_is_no_malformed_report(
             return decided(state, event, now)
         if deciding:
             raise KeyError("ours")
-        return state, [Broadcast("stop", "why"), Record("signal", {"signal": "TERM"})]
+        return state, [Broadcast(orders.Stop("why")), Record("signal", {"signal": "TERM"})]
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError("ours")
@@ -1372,7 +1373,7 @@ def test_the_ranks_are_told_to_stop_while_the_disk_blocks_the_history(
     attempt = Attempt(run, JOB, run.create_attempt(), Listening(run, STOPPED), FakeController(Cause.TIME_LIMIT))
     supervisor = threading.Thread(target=attempt.supervise)
     supervisor.start()
-    assert told.get(timeout=10) == {"stop": "time limit"}
+    assert told.get(timeout=10) == orders.Stop("time limit")
     disk.set()
     supervisor.join()
     assert [event["event"] for event in run.events()] == ["started", "notice", "requeued"]

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.messages import orders
 from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.worker import control_channel
@@ -77,7 +78,7 @@ def test_a_rank_that_still_waits_for_rank_0_is_told_to_exit(heard: Heard) -> Non
 
     threading.Thread(target=wait).start()
     assert heard.events.get(timeout=10)[:2] == (1, "joined")
-    heard.server.broadcast(leave="rank 2 (n1) is gone")
+    heard.server.broadcast(orders.Leave("rank 2 (n1) is gone"))
     assert said.get(timeout=10) == "stopped before all ranks had joined: rank 2 (n1) is gone"
 
 
@@ -91,7 +92,7 @@ def test_a_stop_does_not_replace_the_answer_that_a_rank_waits_for(heard: Heard) 
 
     threading.Thread(target=wait).start()
     assert heard.events.get(timeout=10)[:2] == (1, "joined")
-    heard.server.broadcast(stop="preemption")
+    heard.server.broadcast(orders.Stop("preemption"))
     join(heard, 0, port=1)
     assert ports.get(timeout=10) == 1
 
@@ -151,14 +152,14 @@ def test_a_commit_waits_until_the_supervisor_knows_that_all_ranks_have_made_its_
     link, answers = join(heard, 0, port=1), list[str | None]()
     link.listen(lambda: None, lambda order: obey(link, order, {}))
     heard.events.get(timeout=10)  # joined
-    for number, answer in ((1, "1"), (2, "2 rank 1 (n2) exited")):
+    for number, why_not in ((1, None), (2, "rank 1 (n2) exited")):
         asking = threading.Thread(target=lambda: answers.append(link.why_not_commit(7, lambda: False)))
         asking.start()
         for _ in range(2):
             while heard.events.get(timeout=10) != (0, "committing", {"question": number, "step": 7}):
                 pass
-        heard.server.broadcast((0,), commit="0")  # of an earlier question
-        heard.server.broadcast((0,), commit=answer)
+        heard.server.broadcast(orders.Commit(0), (0,))  # of an earlier question
+        heard.server.broadcast(orders.Commit(number, why_not), (0,))
         asking.join(10)
     assert answers == [None, "rank 1 (n2) exited"]
     assert link.why_not_commit(7, lambda: True) is None
@@ -171,11 +172,11 @@ def test_a_rank_counts_its_steps_for_a_commit_also_once_its_run_has_ended(
     link = join(heard, 0, port=1)
     heard.events.get(timeout=10)  # joined
     monkeypatch.setattr(control_channel, "current", link)
-    obey(link, {"count": "1"}, {})
+    obey(link, orders.CountSteps(1), {})
     control_channel.on_requests(control_channel.RunRequests(progress=lambda: (7, 5), save=lambda: None))
-    obey(link, {"count": "2"}, {})
+    obey(link, orders.CountSteps(2), {})
     control_channel.on_requests(None)
-    obey(link, {"count": "3"}, {})
+    obey(link, orders.CountSteps(3), {})
     assert [heard.events.get(timeout=10)[2] for _ in range(2)] == [{"question": n, "step": 7} for n in (2, 3)]
 
 
@@ -183,26 +184,26 @@ def test_an_order_that_cannot_be_carried_out_hides_no_later_one(
     heard: Heard, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank whose listening thread died would miss every stop; a stop is carried out when it is told again."""
-    link, obeyed = join(heard, 0, port=1), queue.Queue[dict[str, Any]]()
+    link, obeyed = join(heard, 0, port=1), queue.Queue[Any]()
     failing = [RuntimeError("can't start new thread"), OSError("no memory")]
 
     def stop(reason: str) -> None:
         if failing:
             raise failing.pop()
-        obeyed.put({"stopped": reason})
+        obeyed.put(f"stopped: {reason}")
 
     def obey(order: Any) -> None:
-        if "stop" in order:
-            link.stop(order["stop"])
+        if isinstance(order, orders.Stop):
+            link.stop(order.reason)
         else:
             obeyed.put(order)
 
     link.on_stop(stop)
     link.listen(lambda: None, obey)
     for _ in range(3):
-        heard.server.broadcast(stop="preemption")
-    heard.server.broadcast(save="1")
-    assert [obeyed.get(timeout=10), obeyed.get(timeout=10)] == [{"stopped": "preemption"}, {"save": "1"}]
+        heard.server.broadcast(orders.Stop("preemption"))
+    heard.server.broadcast(orders.Save(1))
+    assert [obeyed.get(timeout=10), obeyed.get(timeout=10)] == ["stopped: preemption", orders.Save(1)]
     says(capsys.readouterr().err)
 
 
@@ -214,8 +215,8 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     break_connection(heard.server.port)
     assert heard.lost.get(timeout=10) == (0, False)
     assert [heard.events.get(timeout=10)[:2] for _ in range(2)] == [(0, "joined"), (0, "rejoined")]
-    heard.server.broadcast(leave="rank 5 hangs")
-    assert words.get(timeout=10) == {"leave": "rank 5 hangs"}
+    heard.server.broadcast(orders.Leave("rank 5 hangs"))
+    assert words.get(timeout=10) == orders.Leave("rank 5 hangs")
     link.send("finishing", step=7)
     assert heard.events.get(timeout=10) == (0, "finishing", {"step": 7})
     with raises(LauncherEnvironmentError):
@@ -225,14 +226,14 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
 def test_all_ranks_learn_when_rank_0s_store_is_open(heard: Heard) -> None:
     """Those that have joined, and those that join later; only rank 0 has a store."""
     first, second = join(heard, 0, port=1), join(heard, 1)
-    orders: queue.Queue[Any] = queue.Queue()
-    second.listen(lambda: None, orders.put)
+    told: queue.Queue[Any] = queue.Queue()
+    second.listen(lambda: None, told.put)
     second.send("serving")
     second.send("signal", signal="SIGTERM")
     assert [heard.events.get(timeout=10)[1] for _ in range(3)] == ["joined", "joined", "signal"]
     assert not join(heard, 2).store_open.is_set()
     first.send("serving")
-    assert orders.get(timeout=10) == {"connect": True}
+    assert told.get(timeout=10) == orders.Connect()
     assert join(heard, 3).store_open.is_set()
 
 
@@ -334,14 +335,14 @@ def test_a_rank_that_is_falling_silent_gets_its_orders_once_it_answers(
         return 0 if connection.getpeername() == first else 3
 
     monkeypatch.setattr(control_server, "unanswered_probes", probes)
-    heard.server.broadcast(leave="node n2 lost")
-    assert words.get(timeout=10) == {"leave": "node n2 lost"}
+    heard.server.broadcast(orders.Leave("node n2 lost"))
+    assert words.get(timeout=10) == orders.Leave("node n2 lost")
     assert len({asked.get(timeout=10) for _ in links}) == 2
-    heard.server.broadcast(leave="everyone")
-    assert words.get(timeout=10) == {"leave": "everyone"}
+    heard.server.broadcast(orders.Leave("everyone"))
+    assert words.get(timeout=10) == orders.Leave("everyone")
     assert words.empty()
     monkeypatch.undo()
-    assert [words.get(timeout=10) for _ in range(2)] == [{"leave": "node n2 lost"}, {"leave": "everyone"}]
+    assert [words.get(timeout=10) for _ in range(2)] == [orders.Leave("node n2 lost"), orders.Leave("everyone")]
 
 
 def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest.CaptureFixture[str]) -> None:
@@ -613,7 +614,7 @@ def test_a_request_whose_wake_up_is_read_with_the_one_before_is_carried_out_at_o
             heard.server._request(late.pop())
 
     monkeypatch.setattr(heard.server, "_carry_out_requests", carry_out_and_ask_again)
-    heard.server.broadcast(stop="preemption")
+    heard.server.broadcast(orders.Stop("preemption"))
     assert carried_out.wait(10)
 
 
@@ -623,8 +624,8 @@ def test_a_broadcast_reaches_every_rank(heard: Heard) -> None:
     words: queue.Queue[object] = queue.Queue()
     for link in links:
         link.listen(lambda: words.put("lost"), words.put)
-    heard.server.broadcast(leave="rank 5 hangs")
-    assert [words.get(timeout=10), words.get(timeout=10)] == [{"leave": "rank 5 hangs"}] * 2
+    heard.server.broadcast(orders.Leave("rank 5 hangs"))
+    assert [words.get(timeout=10), words.get(timeout=10)] == [orders.Leave("rank 5 hangs")] * 2
     heard.server.close()
     assert [words.get(timeout=10), words.get(timeout=10)] == ["lost"] * 2
 
@@ -637,7 +638,8 @@ def test_a_rank_notices_its_supervisors_exit_after_any_message(words: bytes) -> 
         def serve() -> None:
             connection, _ = other.accept()
             connection.recv(4096)
-            connection.sendall(b'{"host": "h", "port": 1, "open": true, "known": 0}\n' + words + b'\n{"leave": "x"}\n')
+            answer = b'{"host": "h", "port": 1, "open": true, "known": 0}\n'
+            connection.sendall(answer + words + b'\n{"order": "leave", "why": "x"}\n')
             other.close()
             connection.close()
 
@@ -646,7 +648,7 @@ def test_a_rank_notices_its_supervisors_exit_after_any_message(words: bytes) -> 
         heard: queue.Queue[Any] = queue.Queue()
         assert link is not None
         link.listen(lambda: heard.put("lost"), heard.put)
-        assert [heard.get(timeout=10) for _ in range(2)] == [{"leave": "x"}, "lost"]
+        assert [heard.get(timeout=10) for _ in range(2)] == [orders.Leave("x"), "lost"]
 
 
 @pytest.mark.timeout(20)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.codec import Misfit
+from clusterddp.messages.orders import Order, RecordFlight, Stop, read_order
 from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers, Outbox, read_report
 from clusterddp.worker.control_channel import ControlChannel, send_line
@@ -132,19 +133,20 @@ def test_a_rank_that_reads_late_delays_no_other_and_gets_the_order_to_stop() -> 
             send_line(connection, {"token": TOKEN, "rank": rank, "port": port, "host": "n1", "pid": 7, "process": "a"})
             assert events.get(timeout=WAIT_S) == (rank, "joined")
         reader = quick.makefile("rb")
-        orders = [{"flight_record": f"{number} {'.' * 990}"} for number in range(60)]
+        sent: list[Order] = [RecordFlight(f"{number} {'.' * 990}") for number in range(60)]
+        sent.append(Stop("preemption"))
         with accepted_from(slow) as served:
             served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        for order in [*orders, {"stop": "preemption"}]:
-            server.broadcast(**order)
+        for order in sent:
+            server.broadcast(order)
         assert json.loads(reader.readline())["port"] == 1  # the answer to its hello
-        assert [json.loads(reader.readline()) for _ in range(61)] == [*orders, {"stop": "preemption"}]
+        assert [read_order(json.loads(reader.readline())) for _ in sent] == sent
         wait_until(lambda: len(server._outbox._kept) == 1, "only the late rank to have lines left", WAIT_S)
         send_line(quick, {"event": "notified", "reason": "preemption"})
         assert events.get(timeout=WAIT_S) == (0, "notified")
         late = slow.makefile("rb")
         late.readline()
-        assert [json.loads(late.readline()) for _ in range(61)] == [*orders, {"stop": "preemption"}]
+        assert [read_order(json.loads(late.readline())) for _ in sent] == sent
         reader.close()
         late.close()
     server.close()

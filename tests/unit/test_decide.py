@@ -12,6 +12,7 @@ import pytest
 from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
+from clusterddp.messages import orders
 from clusterddp.messages.reports import End
 from clusterddp.supervisor.attempt_state import (
     ASK_AGAIN_S,
@@ -74,10 +75,10 @@ AGAIN = StartTimer(Timer.LOOK, LOOK_S)
 
 #: Rank 0's question before it commits a checkpoint, that to rank 1, its answer, and what rank 0 gets.
 ASKING = reported(0, "committing", {"question": 3, "step": 7})
-COUNT, MADE = Broadcast("count", "3", frozenset((1,))), reported(1, "made", {"question": 3, "step": 7})
-MAY = Broadcast("commit", "3", frozenset((0,)))
-MAY_NOT = Broadcast("commit", "3 rank 1 (n2) exited", frozenset((0,)))
-GOES_ON_ALONE = [MAY_NOT, Broadcast("leave", "rank 1 (n2) exited", frozenset((0,)))]
+COUNT, MADE = Broadcast(orders.CountSteps(3), frozenset((1,))), reported(1, "made", {"question": 3, "step": 7})
+MAY = Broadcast(orders.Commit(3), frozenset((0,)))
+MAY_NOT = Broadcast(orders.Commit(3, "rank 1 (n2) exited"), frozenset((0,)))
+GOES_ON_ALONE = [MAY_NOT, Broadcast(orders.Leave("rank 1 (n2) exited"), frozenset((0,)))]
 
 
 def after(*events: Event, state: State | None = None) -> State:
@@ -130,7 +131,7 @@ def test_a_connection_that_breaks_before_its_rank_has_named_its_host_is_that_of_
         ([ASKING, MADE], ASKING, [MAY]),
         ([ASKING, MADE, ConnectionLost(1)], ASKING, [MAY]),
         ([ASKING, MADE], reported(0, "committing", {"question": 4, "step": 8}), [
-            Broadcast("count", "4", frozenset((1,)))
+            Broadcast(orders.CountSteps(4), frozenset((1,)))
         ]),
         ([ASKING, ConnectionLost(1)], ASKING, GOES_ON_ALONE),
         ([ASKING], reported(1, "left", {"host": "n2", "end": "done"}), []),
@@ -139,12 +140,12 @@ def test_a_connection_that_breaks_before_its_rank_has_named_its_host_is_that_of_
         ([FAILED], ASKING, GOES_ON_ALONE),
         ([reported(0, "stopping", {}), ConnectionLost(1)], ASKING, [MAY_NOT]),
         ([ConnectionLost(1), reported(1, "rejoined", {})], ASKING, [COUNT]),
-        ([FAILED], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) failed"), KILL]),
-        ([ConnectionLost(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited")]),
-        ([ConnectionLost(1), RankFailed(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited"), KILL]),
+        ([FAILED], Timer.DISMISS, [Broadcast(orders.Leave("rank 1 (n2) failed")), KILL]),
+        ([ConnectionLost(1)], Timer.DISMISS, [Broadcast(orders.Leave("rank 1 (n2) exited"))]),
+        ([ConnectionLost(1), RankFailed(1)], Timer.DISMISS, [Broadcast(orders.Leave("rank 1 (n2) exited")), KILL]),
         ([FAILED, reported(0, "stopping", {"step": 7})], Timer.DISMISS, [GRACE]),
         ([reported(0, "stopping", {"step": 7}), FAILED, ConnectionLost(0)], Timer.DISMISS, [
-            Broadcast("leave", "rank 1 (n2) failed"), KILL
+            Broadcast(orders.Leave("rank 1 (n2) failed")), KILL
         ]),
     ],
 )  # fmt: skip
@@ -169,7 +170,7 @@ def test_after_a_notice_the_peers_of_a_failed_rank_have_the_rest_of_it(events: S
     state = after(TOLD, *events, FAILED)
     for timer in (Timer.DISMISS, Timer.KILL):
         assert actions(state, timer, NOW + 3) == [StartTimer(Timer.DISMISS, notice_s - END_S - 3)]
-    ended = [Broadcast("leave", "rank 1 (n2) failed"), KILL]
+    ended = [Broadcast(orders.Leave("rank 1 (n2) failed")), KILL]
     assert actions(state, Timer.DISMISS, NOW + notice_s - END_S) == ended
 
 
@@ -177,7 +178,7 @@ def test_when_rank_0_stops_alone_its_peers_are_ended_at_once() -> None:
     """It has called a callable's checkpoint(): the others have nothing to save, however long the notice is."""
     end = {"rank": 0, "host": "n1", "end": "stopped", "alone": True}
     state = after(TermNotice(600), PREEMPTED, TOLD, reported(0, "left", end), ConnectionLost(0), RankFailed(0))
-    assert actions(state, Timer.DISMISS, NOW) == [Broadcast("leave", "rank 0 (n1) exited"), KILL]
+    assert actions(state, Timer.DISMISS, NOW) == [Broadcast(orders.Leave("rank 0 (n1) exited")), KILL]
 
 
 @pytest.mark.parametrize("exits", [(ConnectionLost(0), RankFailed(0)), (RankFailed(0), ConnectionLost(0))])
@@ -186,7 +187,7 @@ def test_when_rank_0_exits_as_no_step_ended_its_peers_are_ended_at_once(exits: S
     state = after(TermNotice(60), PREEMPTED, TOLD, reported(0, "overdue", {"seconds": 40.0}), *exits)
     at_once = StartTimer(Timer.DISMISS, 0.0)
     assert at_once in actions(after(TOLD, reported(0, "overdue", {"seconds": 40.0})), exits[0])
-    assert actions(state, Timer.DISMISS, NOW + 41) == [Broadcast("leave", "rank 0 (n1) exited"), KILL]
+    assert actions(state, Timer.DISMISS, NOW + 41) == [Broadcast(orders.Leave("rank 0 (n1) exited")), KILL]
     assert Do.KILL_RANKS in actions(state, Timer.KILL, NOW + 44)
 
 
@@ -225,7 +226,7 @@ def test_a_rank_that_reconnects_does_not_hide_that_another_is_lost() -> None:
     back, todo = step(lost, reported(0, "rejoined", {"host": "n1"}), NOW)
     assert todo[:2] == LET_GO and recorded(lost, reported(0, "rejoined")) == ["rejoined"]
     assert not back.watched
-    assert actions(back, Timer.DISMISS) == [Broadcast("leave", "rank 1 (n2) exited")]
+    assert actions(back, Timer.DISMISS) == [Broadcast(orders.Leave("rank 1 (n2) exited"))]
     again, todo = step(back, reported(1, "rejoined", {"host": "n2"}), NOW)
     assert todo[0] is Do.RESET_WATCHDOG and again.watched
 
@@ -236,7 +237,7 @@ def test_a_rank_that_reconnects_is_still_ended_after_another_failed_that_had_not
     for event in (reported(1, "joined", {"host": "n2"}), RankFailed(0), reported(1, "rejoined", {"host": "n2"})):
         state, _ = step(state, event, NOW)
     leave, kill = actions(state, Timer.DISMISS)
-    assert isinstance(leave, Broadcast) and leave.order == "leave" and kill == KILL
+    assert isinstance(leave, Broadcast) and isinstance(leave.order, orders.Leave) and kill == KILL
 
 
 def test_that_ranks_were_stopped_is_recorded_once() -> None:
@@ -277,7 +278,7 @@ def test_a_silent_node_is_lost_when_the_controller_answers_and_its_slurmd_does_n
         assert Do.ASK_NODES in todo
         lost, todo = step(asked, DEAD, NOW)
         node = Record("node_lost", {"node": "n2", "suspect": "n2"})
-        leave = [Broadcast("leave", "node n2 was lost"), StartTimer(Timer.ABANDON, 5.0)]
+        leave = [Broadcast(orders.Leave("node n2 was lost")), StartTimer(Timer.ABANDON, 5.0)]
         assert [action for action in todo if action in [node, *leave]] == [node, *leave]
         assert actions(lost, Timer.ABANDON) == [Do.ABANDON_RANKS]
         assert actions(lost, ConnectionLost(0))[-1] == StartTimer(
@@ -292,7 +293,7 @@ def test_a_silent_node_whose_slurmd_answers_is_not_lost() -> None:
     state, todo = step(asked, ALIVE, NOW)
     assert todo == LET_GO
     assert (state.lost_nodes, sorted(state.unreachable)) == ((), [1])
-    assert actions(state, Timer.DISMISS) == [Broadcast("leave", "rank 1 (n2) lost its connection"), KILL]
+    assert actions(state, Timer.DISMISS) == [Broadcast(orders.Leave("rank 1 (n2) lost its connection")), KILL]
     assert actions(asked, SilentNodes(("n2",), None)) == [StartTimer(Timer.ASK, ASK_AGAIN_S[0])]
     taken, _ = step(asked, Notice(None, nodes=frozenset(("n1", "n3"))), NOW)  # Slurm has taken it out of the job
     assert recorded(taken, ALIVE) == ["node_lost"]
@@ -319,7 +320,7 @@ def test_a_node_that_slurm_takes_out_of_the_job_before_its_rank_has_joined_is_lo
     state, todo = step(state, ALIVE, NOW)
     assert todo[:2] == [
         Record("node_lost", {"node": "n2", "suspect": "n2"}),
-        Broadcast("leave", "node n2 was lost"),
+        Broadcast(orders.Leave("node n2 was lost")),
     ]
     assert recorded(state, Notice(None, nodes=frozenset(("n1", "n3")))) == []
     assert recorded(after(), Notice(None, nodes=frozenset(("n1", "n3")))) == []  # the connection tells
@@ -398,7 +399,7 @@ def test_a_rank_that_joins_after_a_stop_is_told_of_it() -> None:
     for event in (reported(0, "joined", {"host": "n1"}), PREEMPTED, Timer.LOOK):
         assert not actions(state, late)
         state, _ = step(state, event, NOW)
-    assert actions(state, late) == [Broadcast("stop", Stop.PREEMPTION.value, frozenset((1,)))]
+    assert actions(state, late) == [Broadcast(orders.Stop(Stop.PREEMPTION.value), frozenset((1,)))]
 
 
 def test_a_rank_that_is_told_to_exit_when_it_is_done_counts_as_told() -> None:
@@ -416,7 +417,7 @@ def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_togethe
     assert todo == []
     state, _ = step(state, FINE, NOW)
     both = ("n2", "n3")
-    assert Broadcast("leave", "nodes n2 and n3 were lost") in actions(state, SilentNodes(both, both))
+    assert Broadcast(orders.Leave("nodes n2 and n3 were lost")) in actions(state, SilentNodes(both, both))
     assert state.lost_nodes == ("n2", "n3")
 
 
@@ -434,7 +435,10 @@ def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(saving: Event, sav
     for event in saved[:-1]:
         state, todo = step(state, event, NOW)
         assert todo == []
-    assert actions(state, saved[-1])[:2] == [Broadcast("leave", "node n2 was lost"), StartTimer(Timer.ABANDON, 5.0)]
+    assert actions(state, saved[-1])[:2] == [
+        Broadcast(orders.Leave("node n2 was lost")),
+        StartTimer(Timer.ABANDON, 5.0),
+    ]
 
 
 def test_a_peer_that_fails_for_a_silent_node_is_not_the_first_that_was_lost() -> None:
@@ -448,7 +452,7 @@ def test_a_peer_that_fails_for_a_silent_node_is_not_the_first_that_was_lost() ->
 
 def test_a_preemption_that_reached_no_rank_is_forwarded_until_one_confirms() -> None:
     """A signal gets a moment to arrive; the second time the launcher signals the ranks, too."""
-    stop = Broadcast("stop", "preemption")
+    stop = Broadcast(orders.Stop("preemption"))
     state, todo = step(after(), PREEMPTED, NOW)
     assert todo == [StartTimer(Timer.LOOK, SETTLE_S)]
     assert actions(state, PREEMPTED) == []
@@ -470,7 +474,7 @@ def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
     state, todo = step(held, notice, NOW)
     if waits:  # its TERM may be on its way
         state, todo = step(state, Timer.LOOK, NOW)
-    assert Broadcast("stop", word) in todo and Do.NOTIFY_RANKS not in todo
+    assert Broadcast(orders.Stop(word)) in todo and Do.NOTIFY_RANKS not in todo
     assert [action.event for action in todo if isinstance(action, Record)] == ["notice"]
     heard = reported(0, "notified", {"reason": word})
     assert actions(after(heard, state=state), Timer.LOOK) == [AGAIN]
@@ -489,7 +493,7 @@ def test_the_controller_is_asked_at_the_first_signal_also_of_ranks_that_are_stop
 def test_ranks_that_have_not_joined_are_signalled_by_the_launcher() -> None:
     """They cannot receive it yet."""
     state, _ = step(State(JOB), PREEMPTED, NOW)
-    assert actions(state, Timer.LOOK)[:2] == [Broadcast("stop", "preemption"), Do.NOTIFY_RANKS]
+    assert actions(state, Timer.LOOK)[:2] == [Broadcast(orders.Stop("preemption")), Do.NOTIFY_RANKS]
 
 
 @pytest.mark.parametrize(
@@ -505,25 +509,25 @@ def test_the_ranks_are_told_in_time_for_the_time_limit(end_time: float | None, w
     """Also when an administrator has lowered it meanwhile."""
     state = after(Notice(NOW + 9000))
     todo = actions(state, Notice(end_time))
-    assert todo == [*([Broadcast("stop", "time limit"), Record("notice", {"why": why})] if why else []), AGAIN]
+    assert todo == [*([Broadcast(orders.Stop("time limit")), Record("notice", {"why": why})] if why else []), AGAIN]
 
 
 def test_the_time_limit_is_watched_while_the_controller_does_not_answer() -> None:
     """As far as it was known."""
     state = after(Notice(NOW + 9000), AWAY)
     assert actions(state, Timer.LOOK) == [AGAIN]
-    assert Broadcast("stop", "time limit") in actions(state, Timer.LOOK, NOW + 8990)
+    assert Broadcast(orders.Stop("time limit")) in actions(state, Timer.LOOK, NOW + 8990)
 
 
 def test_the_ranks_are_told_as_soon_as_the_gpu_hours_are_used_up() -> None:
     """A preemption, a time limit or the user's own request goes before."""
     state = dataclasses.replace(after(Notice(NOW + 9000)), gpu_hours_end=NOW + 50)
     assert actions(state, Timer.LOOK, NOW + 49) == [AGAIN]
-    assert Broadcast("stop", Stop.GPU_HOURS.value) in actions(state, Timer.LOOK, NOW + 50)
+    assert Broadcast(orders.Stop(Stop.GPU_HOURS.value)) in actions(state, Timer.LOOK, NOW + 50)
     told, _ = step(state, Timer.LOOK, NOW + 50)
-    assert Broadcast("stop", "time limit") in actions(told, Timer.LOOK, NOW + 8995)
+    assert Broadcast(orders.Stop("time limit")) in actions(told, Timer.LOOK, NOW + 8995)
     held = dataclasses.replace(state, wanted=Stop.HOLD)
-    assert Broadcast("stop", Stop.HOLD.value) in actions(held, Timer.LOOK, NOW + 50)
+    assert Broadcast(orders.Stop(Stop.HOLD.value)) in actions(held, Timer.LOOK, NOW + 50)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +578,7 @@ def test_a_removed_run_directory_ends_all_ranks() -> None:
     state, todo = step(after(), RunRemoved("gone"), NOW)
     assert todo == [
         Say("gone. Terminating the ranks"),
-        Broadcast("leave", "gone"),
+        Broadcast(orders.Leave("gone")),
         StartTimer(Timer.KILL, HANG_GRACE_S),
     ]
     assert Do.KILL_RANKS in actions(state, Timer.KILL)
@@ -587,8 +591,8 @@ def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
     values = dataclasses.asdict(HANG)
     assert values.pop("of_device") is values.pop("silent") is False
     record = Record("hung", {"rank": 1, **values})
-    orders = [Broadcast("flight_record", HANG.what), Broadcast("leave", HANG.what)]
-    assert todo == [record, *orders, KILL]
+    ends = [Broadcast(orders.RecordFlight(HANG.what)), Broadcast(orders.Leave(HANG.what))]
+    assert todo == [record, *ends, KILL]
     assert Do.KILL_RANKS in actions(state, Timer.KILL)
     assert (state.hang, state.hung_at) == (HANG, NOW)
     assert actions(state, HANG) == []
@@ -622,8 +626,8 @@ def test_ranks_that_do_not_connect_are_named_after_a_minute_and_end_the_attempt_
     ]
     state, (stacks, record, _, leave, kill) = looks(state, CONNECT_LOOK_S)
     assert isinstance(record, Record) and (record.event, record.values["late"]) == ("hung", (1,))
-    assert (stacks, kill) == (Broadcast("write_stacks", "300"), KILL)
-    assert isinstance(leave, Broadcast) and leave.order == "leave"
+    assert (stacks, kill) == (Broadcast(orders.WriteStacks(300)), KILL)
+    assert isinstance(leave, Broadcast) and isinstance(leave.order, orders.Leave)
     assert state.hang is not None and state.hang.late == (1,) and "suspect" not in record.values
     assert looks(state, 1000.0)[1] == []
 
@@ -755,10 +759,10 @@ def test_reports_that_arrive_after_the_ranks_have_exited_are_recorded_and_cause_
 def test_ranks_that_expect_a_signal_are_all_told_of_each_reason_once() -> None:
     """They do not agree on a stop as those that use clusterddp: one that has heard of it tells no other."""
     job = dataclasses.replace(JOB, stop=StopSignal("USR1"))
-    told = [Broadcast("stop", Stop.PREEMPTION.value), AGAIN]
+    told = [Broadcast(orders.Stop(Stop.PREEMPTION.value)), AGAIN]
     state = after(TOLD, PREEMPTED, state=State(job, ("n1", "n2")))
     assert actions(state, Timer.LOOK) == told
     assert actions(after(TOLD, PREEMPTED), Timer.LOOK) == [AGAIN]
     state, _ = step(state, Timer.LOOK, NOW)
     assert actions(state, Timer.LOOK) == [AGAIN]
-    assert Broadcast("stop", Stop.TIME_LIMIT.value) in actions(state, Notice(NOW + 10))
+    assert Broadcast(orders.Stop(Stop.TIME_LIMIT.value)) in actions(state, Notice(NOW + 10))

@@ -19,6 +19,7 @@ from clusterddp.cli import list as table
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exclusion
 from clusterddp.failures.hangs import EXPLAINED_S, Hang, Slow, StillSlow, Watch
+from clusterddp.messages import orders
 from clusterddp.messages.reports import End
 from clusterddp.report import efficiency as report_gpus
 from clusterddp.rundir.run_directory import RunDirectory
@@ -310,7 +311,7 @@ def test_a_straggler_is_explained_once_after_ten_minutes(tmp_path: Path) -> None
     (found,) = look(2 * EXPLAINED_S + 2, 0.5)
     assert (found.rank, round(found.seconds)) == (1, EXPLAINED_S + 1)
     assert look(3 * EXPLAINED_S + 9, 0.5) == []
-    assert step(State(JOB), found, NOW)[1] == [Broadcast("explain", "5.0 601", frozenset((1,)))]
+    assert step(State(JOB), found, NOW)[1] == [Broadcast(orders.Explain(5.0, 601), frozenset((1,)))]
 
 
 @pytest.mark.parametrize(("own_s", "explained"), [(0.62, True), (0.59, False)])

@@ -24,6 +24,7 @@ from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, U
 from clusterddp.failures.stack_traces import stacks
 from clusterddp.history.words import BY_SLURM, RUN_ENDS
 from clusterddp.jobdef.job import Job
+from clusterddp.messages.orders import Order, SendStacks
 from clusterddp.rundir.control_address import Address, read_address, write_address
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -149,13 +150,13 @@ class StubRanks(NoRanks):
             channel.listen(lambda: None, partial(self._hear, channel, rank))
             self.channels.append(channel)
 
-    def _hear(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+    def _hear(self, channel: ControlChannel, rank: int, order: Order) -> None:
         self.obey(channel, rank, order)
 
-    def obey(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        if "stacks" in order and rank != 1:
+    def obey(self, channel: ControlChannel, rank: int, order: Order) -> None:
+        if isinstance(order, SendStacks) and rank != 1:
             place = "data.py:88 (read)" if rank % 8 == 7 else "the all_reduce of backward"
-            channel.send("stacks", request=int(order["stacks"]), place=place, threads=self._threads)
+            channel.send("stacks", request=order.request, place=place, threads=self._threads)
 
     def wait(self) -> int:
         self.exited.wait()
@@ -249,7 +250,7 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
 ) -> None:
     ranks = supervised(2)
 
-    def stop(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+    def stop(channel: ControlChannel, rank: int, order: Order) -> None:
         channel.send("left", rank=rank, host="n1", end="stopped", used_clusterddp=True)
         ranks.exited.set()
 

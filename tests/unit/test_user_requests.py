@@ -13,6 +13,7 @@ from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.history.codec import sentence
 from clusterddp.hostlist import ranges, ranks_in
+from clusterddp.messages import orders
 from clusterddp.messages.reports import Stacks
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
@@ -89,7 +90,7 @@ def test_the_stacks_of_all_ranks_are_answered_together_once_the_last_has_come() 
 
 def test_only_the_named_ranks_are_asked() -> None:
     [order, timer] = done(after(), Request(7, "stacks", {"ranks": "1"}))
-    assert order == Broadcast("stacks", "7", frozenset((1,)))
+    assert order == Broadcast(orders.SendStacks(7), frozenset((1,)))
     assert timer == StartTimer(Timer.ANSWER, ANSWER_S)
 
 
@@ -157,7 +158,7 @@ def test_ranks_are_named_as_ranges() -> None:
 
 def test_a_save_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_all_steps() -> None:
     """One that was under way with fewer steps is not meant."""
-    assert Broadcast("save", "1", frozenset((0,))) in done(after(), SAVE)
+    assert Broadcast(orders.Save(1), frozenset((0,))) in done(after(), SAVE)
     state = after(SAVE, saving(step=7, committed=5))
     assert answers(done(state, checkpoint(6)), 1) == []
     assert answers(done(state, checkpoint(8)), 1) == [{"checkpoint": 8}]
@@ -211,7 +212,7 @@ def test_a_later_request_does_not_postpone_the_time_of_an_earlier_one() -> None:
 def test_a_stop_tells_all_ranks_at_once_and_is_in_the_history_once() -> None:
     """In its own words, rather than as a notice of Slurm."""
     actions = done(after(), STOP)
-    assert Broadcast("stop", "clusterddp stop") in actions
+    assert Broadcast(orders.Stop("clusterddp stop")) in actions
     assert [one for one in actions if isinstance(one, Record)] == [Record("requested", {"request": "stop"})]
     again = done(after(STOP), dataclasses.replace(STOP, client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
@@ -254,7 +255,7 @@ def drain(node: object) -> Request:
 def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None:
     """It is one request, whoever repeats it."""
     state, actions = step(after(state=PLACED), drain("n2"), NOW)
-    assert Broadcast("stop", "clusterddp drain") in actions
+    assert Broadcast(orders.Stop("clusterddp drain")) in actions
     assert Record("requested", {"request": "drain", "nodes": ["n2"]}) in actions
     assert (state.wanted, state.drained) == (Stop.DRAIN, "n2")
     again = done(state, dataclasses.replace(drain("n2"), client=9))
