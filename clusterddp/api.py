@@ -207,7 +207,7 @@ class Handle:
             state, text = "running", "starting"
         last, outcome = self._run.newest_metrics(), self._run.outcome() or {}
         steps = max(outcome.get("step") or 0, last["step"] + 1 if last else 0)
-        return Status(state, steps, len(self._run.history().with_ranks), text)
+        return Status(state, steps, self._run.history().attempts_made, text)
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the run is over or stopped, through requeues and restarts, and return its state.

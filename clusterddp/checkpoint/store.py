@@ -25,6 +25,8 @@ from typing import Any, Literal, TypeVar
 
 from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError, Superseded
+from clusterddp.history import checkpoints as events
+from clusterddp.history.beginnings import Forked, Resumed, Training
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
 from clusterddp.rundir.files import HIDDEN_S, exists, fsync_directory, names_in, rename, status, unlink, write_json
@@ -162,12 +164,11 @@ class Checkpoints:
             return
         highest = dict(lineage(self._directory, self._attempt))
         committed = [int(step) for step in list(highest.values())[1:]]  # an attempt resumed from them
-        for event in self._directory.events():
-            step = event.get("step")
-            if event["event"] not in ("checkpoint", "forked") or step is None:
+        for event in self._directory.history():
+            if not isinstance(event, (events.Checkpoint, Forked)):
                 continue
-            if not highest or step <= highest.get(event["attempt"], -1):
-                committed.append(step)
+            if not highest or event.step <= highest.get(event.attempt, -1):
+                committed.append(event.step)
         if committed:
             raise CheckpointError(
                 f"checkpoint {max(committed)} of this run was committed, but all checkpoints are missing from "
@@ -400,12 +401,12 @@ def _record(directory: RunDirectory, attempt: int) -> Mapping[str, Any] | None:
 def _from_history(directory: RunDirectory) -> dict[int, Mapping[str, Any]]:
     """The attempts' resume records, reconstructed from the history."""
     records: dict[int, Mapping[str, Any]] = {}
-    for event in directory.events():
-        number: int = event["attempt"]
-        parent: Any = event.get("parent")
-        if event["event"] == "resumed" and schema_error(parent, METRICS) is None and parent["attempt"] < number:
-            records[number] = {"parent": parent}
-        elif event["event"] in ("training", "forked", "checkpoint"):
+    for event in directory.history():
+        number = event.attempt
+        if isinstance(event, Resumed):
+            if schema_error(event.parent, METRICS) is None and event.parent["attempt"] < number:
+                records[number] = {"parent": event.parent}
+        elif isinstance(event, (Training, Forked, events.Checkpoint)):
             records.setdefault(number, {"parent": None})
     return records
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import SlurmError, UsageError
+from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.reporter import show
@@ -100,8 +101,8 @@ def _await_end(job_id: str, folder: Path) -> float | None:
 
 def last_save_s(run: RunDirectory) -> float | None:
     """Seconds that the last save of a run took until it was durable."""
-    saves = [event["durable_s"] for event in run.events() if event.get("durable_s")]
-    return float(saves[-1]) if saves else None
+    saved = run.history().last(Checkpoint)
+    return None if saved is None else saved.durable_s
 
 
 def verdict(preemption: Preemption, first: Found, second: Found, save_s: float | None) -> str | None:

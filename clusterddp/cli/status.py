@@ -83,7 +83,7 @@ def _facts(summary: Summary, state: RunState, history: RunView, now: float) -> l
         ("job", f"{job.name}: {job.shape}"),
         *[("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
         *([("code", code)] if code else []),
-        ("attempts", str(len(history.with_ranks))),
+        ("attempts", str(history.attempts_made)),
         *_time(job, *booked(summary, state, history, now), history, intervals),
         *[*_progress(summary, state, now), *_own_checkpoint(summary, history, now), *_best(history)],
         *(_slow(intervals) if state.word not in OVER else []),
@@ -150,9 +150,7 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
         about = about if stalled is None else f" until {duration(stalled)} ago, no step since then"
         lines.append(("speed", f"{speed(summary.seconds_per_step)}{about}"))
     if summary.saved is not None:
-        lines.append(
-            ("saved", f"step {summary.saved.get('step')}, {duration(max(0.0, now - summary.saved['time']))} ago")
-        )
+        lines.append(("saved", f"step {summary.saved.step}, {duration(max(0.0, now - summary.saved.time))} ago"))
     return lines
 
 

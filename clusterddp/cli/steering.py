@@ -31,7 +31,9 @@ from clusterddp.errors import (
 )
 from clusterddp.failures import exclusion
 from clusterddp.failures.stack_traces import NAMED, described, summary
-from clusterddp.history.codec import decode, sentence
+from clusterddp.history.beginnings import Started
+from clusterddp.history.codec import sentence
+from clusterddp.history.ends import AttemptEnd, Completed, Continues, Requeued, Restarted, Resubmitted, Stopped
 from clusterddp.history.outcome import over_already
 from clusterddp.history.words import at_step
 from clusterddp.hostlist import expand, ranges, ranks_in
@@ -99,10 +101,10 @@ def _until_done(run: RunDirectory, work: Callable[[RunDirectory], int]) -> int:
 def stop(run: RunDirectory) -> int:
     """Waits until the run is stopped. Returns 0 if all of its steps are saved."""
     end = _end(run, "stop")
-    if end["event"] == "stopped":
+    if isinstance(end, Stopped):
         how = "--local --run-dir" if run.has_loop else "--run-dir"
         show(f"Continue it with: clusterddp submit {how} {run.quoted}")
-    return _code(end, "stopped")
+    return _code(end, Stopped)
 
 
 def save(run: RunDirectory) -> int:
@@ -112,33 +114,33 @@ def save(run: RunDirectory) -> int:
         put(f"Checkpoint {answer['checkpoint']} is saved")
         return 0
     end = await_end(run, attempt)  # a stop that came first has also saved
-    put(sentence(decode(end)) or "")
-    return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
+    put(sentence(end) or "")
+    return 0 if isinstance(end, Continues) and end.checkpoint is not None and end.checkpoint == end.step else FAILED
 
 
 def drain(run: RunDirectory, node: str) -> int:
     """Waits until the run has stopped to continue without the node. Returns 0 if all of its steps are saved."""
-    return _code(_end(run, "drain", node=node), "restarted", "requeued", "resubmitted")
+    return _code(_end(run, "drain", node=node), Restarted, Requeued, Resubmitted)
 
 
 def requeue(run: RunDirectory, nodes: Sequence[str] = ()) -> int:
     """Waits until the run has stopped to continue in a requeued job, or in a new one without ``nodes``."""
     end = _end(run, "requeue", **({"nodes": nodes} if nodes else {}))
-    return 0 if end["event"] in ("requeued", "resubmitted", "completed") else FAILED
+    return 0 if isinstance(end, (Requeued, Resubmitted, Completed)) else FAILED
 
 
-def _end(run: RunDirectory, kind: str, **values: Any) -> Mapping[str, Any]:
+def _end(run: RunDirectory, kind: str, **values: Any) -> AttemptEnd:
     """Sends a request that ends the attempt. Returns the event of its end, and prints its sentence."""
     attempt, _ = request(run, kind, **values)
     end = await_end(run, attempt)
-    put(sentence(decode(end)) or "")
+    put(sentence(end) or "")
     return end
 
 
-def _code(end: Mapping[str, Any], *expected: str) -> int:
+def _code(end: AttemptEnd, *expected: type[Continues]) -> int:
     """The exit code: 0 if the run is completed, or if the attempt ended as expected with all of its steps saved."""
-    saved = end.get("checkpoint") == (end.get("step") or None)
-    return 0 if end["event"] == "completed" or (end["event"] in expected and saved) else FAILED
+    saved = isinstance(end, Continues) and end.checkpoint == (end.step or None)
+    return 0 if isinstance(end, Completed) or (isinstance(end, expected) and saved) else FAILED
 
 
 def add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
@@ -384,7 +386,7 @@ def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
     if address.job is None:
         raise RunDirectoryError(f"{run} trains on {address.host} without a Slurm job. Open a shell there")
     job = load_resolved(run.job_file)
-    nodes = next((event["nodes"] for event in backwards(run, attempt) if event["event"] == "started"), "")
+    nodes = next((event.nodes for event in backwards(run, attempt) if isinstance(event, Started)), "")
     hosts = expand(nodes) if nodes else []
     if not 0 <= rank < len(hosts) * job.ranks_per_node:
         ranks = counted(len(hosts) * job.ranks_per_node, "rank")

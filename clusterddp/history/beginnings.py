@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,14 +226,3 @@ class NotRead(Event):
             f"NOT RESUMED: the script did not read {self.file}. It began again{repeats}, unless it loaded a file that "
             "clusterddp does not know. Check whether the script can resume, and which option makes it load that file"
         )
-
-
-def unread(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The events ``not_read``, oldest first, of attempts whose script has not read a checkpoint later either."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for event in events:
-        if event["event"] == NotRead.name:
-            found[event["attempt"]] = event
-        elif event["event"] == OwnCheckpointRead.name:
-            found.pop(event["attempt"], None)
-    return list(found.values())

@@ -107,10 +107,11 @@ class AttemptView(Events):
 
 
 class RunView(Events):
-    """The events of a run, and its attempts."""
+    """The events of a run, and its attempts. ``partial``: whether only those at both ends of its file were read."""
 
-    def __init__(self, events: Iterable[Event] = ()) -> None:
+    def __init__(self, events: Iterable[Event] = (), *, partial: bool = False) -> None:
         self._attempts: dict[int, AttemptView] = {}
+        self.partial = partial
         super().__init__(events)
 
     def add(self, event: Event) -> None:
@@ -140,6 +141,13 @@ class RunView(Events):
     def with_ranks(self) -> list[AttemptView]:
         """The attempts that have started their ranks."""
         return [attempt for attempt in self.attempts if attempt.has_ranks]
+
+    @property
+    def attempts_made(self) -> int:
+        """How many attempts have started their ranks. Of a partial history, those that were not read are counted by
+        their numbers."""
+        made = self.with_ranks
+        return made[-1].number + 1 - self.has(Forked) if self.partial and made else len(made)
 
     def before(self, number: int) -> list[AttemptView]:
         """The attempts before this one."""

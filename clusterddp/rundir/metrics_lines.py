@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from clusterddp.rundir.schemas import NOT_VALUES, is_count, is_text
+from clusterddp.history.steps import Result
+from clusterddp.rundir.schemas import NOT_VALUES, is_text
 
 
-def result_line(event: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An event ``result`` as a metrics line: what the script logged outside a step, such as an evaluation behind the
-    loop. None for any other event.
-    """
-    if event["event"] != "result" or not is_count(event.get("step")):
-        return None
-    values = {name: value for name, value in event.items() if name not in NOT_VALUES}
-    return {"step": event["step"], "time": event["time"], "attempt": event["attempt"], **values}
+def result_line(event: Result) -> dict[str, Any]:
+    """What the script logged outside a step, such as an evaluation behind the loop, as a metrics line."""
+    values = {name: value for name, value in event.others.items() if name not in NOT_VALUES}
+    return {"step": event.step, "time": event.time, "attempt": event.attempt, **values}
 
 
 _FLOATS = {text: float(text) for text in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")}  # the last three: 0.1

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.history.beginnings import Beginning
 from clusterddp.history.codec import decode
+from clusterddp.history.ends import RunEnd
 from clusterddp.history.view import RunView
-from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.protocol import RUNS
 from clusterddp.rundir import json_lines, metrics_lines, records, schemas
 from clusterddp.rundir.files import (
@@ -265,10 +266,10 @@ class RunDirectory:
         known file are visible, so the history shows that the run is over, unless it is hidden itself, or lacks the end
         of an attempt because the disk was full. ``job_state``: of the job that has ended, None if unknown.
         """
-        events = self.events()
-        newest = max((event["attempt"] for event in events), default=None)
-        ends = {event["event"] for event in events if event["attempt"] == newest}.intersection(ATTEMPT_ENDS)
-        return bool(ends.intersection(RUN_ENDS)) if ends else job_state == "COMPLETED"
+        newest = self.history().newest
+        if newest is None or newest.is_open:
+            return job_state == "COMPLETED"
+        return newest.has(RunEnd)
 
     # --- attempts
 
@@ -294,7 +295,7 @@ class RunDirectory:
             create_folder(self.logs, exist_ok=True)
             fsync_directory(self.path)
         make_private(self.private)
-        recorded: list[int] = [] if self.attempts() else [event["attempt"] for event in self.events()]
+        recorded: list[int] = [] if self.attempts() else [attempt.number for attempt in self.history().attempts]
         number = -1
         while True:
             # One that a different node has just created may exist without being listed here for a minute.
@@ -395,9 +396,7 @@ class RunDirectory:
         """
         try:
             made: list[int] = [(self.last_metrics() or {"step": -1})["step"] + 1]
-            for event in self.events():
-                if event["event"] in ("training", "resumed") and schemas.is_count(event.get("redone")):
-                    made.append((event.get("step") or 0) + event["redone"])
+            made += [event.step + (event.redone or 0) for event in self.history().all(Beginning)]
             return max(made)
         except (OSError, RunDirectoryError):
             return 0
@@ -414,9 +413,7 @@ class RunDirectory:
         begun: dict[int, int] = {}
         for line in lines:
             begun[line["attempt"]] = min(line["step"], begun.get(line["attempt"], line["step"]))
-        for event in self.events():
-            if event["event"] in ("training", "resumed") and event.get("step") is not None:
-                begun[event["attempt"]] = event["step"]
+        begun |= {event.attempt: event.step for event in self.history().all(Beginning)}
         with suppress(PermissionError):
             begun |= {number: record["step"] for number in self.attempts() if (record := self.resumed(number))}
         return begun

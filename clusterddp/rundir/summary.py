@@ -17,10 +17,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.history.beginnings import Beginning, unread
+from clusterddp.history.beginnings import (
+    Beginning,
+    Forked,
+    NotRead,
+    OwnCheckpointRead,
+    Resumed,
+    Started,
+    Submitted,
+    Training,
+)
 from clusterddp.history.checkpoints import Checkpoint
-from clusterddp.history.view import RunView
-from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
+from clusterddp.history.codec import decode
+from clusterddp.history.ends import Cancelled, Continues, Failed, Resubmitted, Stopped
+from clusterddp.history.event import Event
+from clusterddp.history.steps import Progress, Result, StepsSeen
+from clusterddp.history.view import AttemptView, RunView
+from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM
 from clusterddp.rundir import json_lines, metrics_lines, schemas
 from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.files import names_in, status
@@ -29,6 +42,7 @@ from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.timing import newest_interval
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=Event)
 
 #: Bytes read at each end of the history, and at the end of the metrics.
 _EVENTS_BYTES, _METRICS_BYTES = 1 << 15, 1 << 14
@@ -36,16 +50,9 @@ _EVENTS_BYTES, _METRICS_BYTES = 1 << 15, 1 << 14
 _WANTED_BYTES = 1 << 18
 #: Keys of a line or an event that are not metrics.
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
-_BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
-_READ = frozenset(
-    (
-        *("forked", "submitted", "started", "progress", "not_read", "own_checkpoint_read", "steps_seen"),
-        *(*_BEGINNINGS, *ATTEMPT_ENDS),
-    )
-)
-#: How an attempt ends other than by completing the run.
-_STOPS = frozenset(ATTEMPT_ENDS) - {"completed"}
+_KINDS = (Forked, Submitted, Started, Progress, NotRead, OwnCheckpointRead, StepsSeen, Training, Resumed)
+_READ = frozenset((*(kind.name for kind in _KINDS), *ATTEMPT_ENDS))
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Summary:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """The newest metrics line that counts, with values that the script logged after its last step; empty if there is
     none."""
-    saved: Mapping[str, Any] | None = None
+    saved: Checkpoint | None = None
     """The event of the newest checkpoint."""
     started: float = 0.0
     """When the run began: its first event, else its job.yaml."""
@@ -167,43 +174,46 @@ class _History:
         except OSError:  # another user's
             beginning, end = [], []
         named = _named(end)
-        late = list(_events(named))
-        events = [*_events(_named(beginning)), *late]
-        self.attempts = _attempts(events, whole=not beginning)
-        begun = [event for event in events if event["event"] in _BEGINNINGS and schemas.is_count(event.get("step"))]
-        self.begun = {event["attempt"]: event["step"] for event in begun}
-        self.ends = tuple(str(event.get("reason", "")) for event in late if event["event"] in _STOPS)
-        last: dict[str, Any] = next((event for event in reversed(late) if event["event"] not in WITHOUT_RANKS), {})
-        own = [event for event in late if event["event"] == "stopped" and event["attempt"] == last.get("attempt")]
-        self.stopped = bool(own) and own[-1].get("then") != BY_SLURM
-        self.saved = _last(named, "checkpoint")
-        self.result = _last(named, "result")
-        self.first_time: float = events[0]["time"] if events else 0.0
+        late = [*_events(named)]
+        events = RunView([*_events(_named(beginning)), *late], partial=bool(beginning))
+        self.attempts = events.attempts_made
+        self.begun = {event.attempt: event.step for event in events.all(Beginning)}
+        self.ends = tuple(event.reason for event in late if isinstance(event, (Continues, Failed, Cancelled)))
+        newest = RunView(late)
+        last = newest.with_ranks[-1].last(Stopped) if newest.with_ranks else None
+        self.stopped = last is not None and last.then != BY_SLURM
+        self.saved = _last(named, Checkpoint)
+        self.result = _last(named, Result)
+        self.first_time = next((event.time for event in events), 0.0)
         late += [self.saved] if self.saved else []
-        self.last_time: float = max((event["time"] for event in late), default=0.0)
-        self.steps = _newest(events, "steps")
-        self.step = _newest(sorted(late, key=lambda event: event["time"]), "step")
-        started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
-        self.newest_attempt: int = started.get("attempt", 0)
-        own = [event for event in late if event["attempt"] == self.newest_attempt]
+        self.last_time = max((event.time for event in late), default=0.0)
+        progress = events.last(Progress)
+        self.steps = None if progress is None else progress.steps
+        steps = [event.at_step for event in sorted(late, key=lambda event: event.time) if event.at_step is not None]
+        self.step = steps[-1] if steps else None
+        started = events.last(Started)
+        self.newest_attempt = 0 if started is None else started.attempt
+        own = newest.attempt(self.newest_attempt)
         self.redone = _redone(own)
-        self.made = 1 if any(event["event"] == "steps_seen" for event in own) else None
-        self.nodes = str(started.get("nodes", ""))
-        self.local = bool(started) and "job" not in started
-        self.started_job = started.get("job")
-        jobs = [event["job"] for event in events if is_job_id(event.get("job"))]
-        self.job_id: str | None = jobs[-1] if jobs else None
+        self.made = 1 if own.has(StepsSeen) else None
+        self.nodes = "" if started is None else started.nodes
+        self.local = started is not None and started.job is None
+        self.started_job = None if started is None else started.job
+        jobs = [event.job for event in events if isinstance(event, (Submitted, Started, Resubmitted))]
+        self.job_id = next((job for job in reversed(jobs) if is_job_id(job)), None)
 
     def claims(self) -> tuple[Mapping[str, Any], ...]:
         """The claim of the newest job, where the claims themselves cannot be read."""
         return ({"kind": "slurm", "job": self.job_id},) if self.job_id else ()
 
 
-def _redone(own: Sequence[Mapping[str, Any]]) -> int | None:
+def _redone(own: AttemptView) -> int | None:
     """What an attempt repeats whose script did not read its checkpoint: by the numbers that it prints, if it does."""
-    began_again = unread(own)
-    numbered = next((event for event in own if event["event"] in _BEGINNINGS), {})
-    return numbered.get("redone", began_again[0].get("redone", 0)) if began_again else None
+    if own.unread is None:
+        return None
+    numbered = own.first(Beginning)
+    redone = own.unread.redone if numbered is None or numbered.redone is None else numbered.redone
+    return redone or 0
 
 
 def _named(lines: Iterable[bytes]) -> list[tuple[str, bytes]]:
@@ -211,28 +221,19 @@ def _named(lines: Iterable[bytes]) -> list[tuple[str, bytes]]:
     return [(name[1].decode(), line) for line in lines if (name := _EVENT_NAME.search(line))]
 
 
-def _events(lines: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, Any]]:
+def _events(lines: Iterable[tuple[str, bytes]]) -> Iterator[Event]:
     """The events that a summary needs. Most lines of a long history are not parsed."""
     for event, _ in json_lines.parsed((line for name, line in lines if name in _READ), schemas.EVENT):
         if event is not None:
-            yield event
+            yield decode(event)
 
 
-def _last(lines: Sequence[tuple[str, bytes]], event: str) -> dict[str, Any] | None:
-    """The newest event of a kind."""
-    line = next((line for name, line in reversed(lines) if name == event), b"")
-    return json_lines.parse(line, schemas.EVENT)[0]
-
-
-def _attempts(events: list[dict[str, Any]], whole: bool) -> int:
-    """How many attempts have started their ranks. Attempts whose events were not read are counted by their numbers."""
-    made = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
-    copied = any(event["event"] == "forked" for event in events)
-    return len(made) if whole or not made else max(made) + 1 - copied
-
-
-def _newest(events: list[dict[str, Any]], key: str) -> int | None:
-    return next((event[key] for event in reversed(events) if schemas.is_count(event.get(key))), None)
+def _last(lines: Sequence[tuple[str, bytes]], kind: type[_E]) -> _E | None:
+    """The newest event of a class."""
+    line = next((line for name, line in reversed(lines) if name == kind.name), b"")
+    found, _ = json_lines.parse(line, schemas.EVENT)
+    event = None if found is None else decode(found)
+    return event if isinstance(event, kind) else None
 
 
 def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> tuple[dict[str, Any], float | None]:
@@ -262,7 +263,7 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
 
 
 def _outside(
-    result: Mapping[str, Any] | None, newest: Mapping[str, Any], counts: Callable[[Mapping[str, Any]], bool]
+    result: Result | None, newest: Mapping[str, Any], counts: Callable[[Mapping[str, Any]], bool]
 ) -> dict[str, Any]:
     """What the script logged outside a step, after the newest step that counts."""
     line = metrics_lines.result_line(result) if result else None

@@ -14,10 +14,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.failures.exit_status import LaunchFailure
+from clusterddp.history.beginnings import Started
 from clusterddp.history.codec import decode, sentence
+from clusterddp.history.ends import AttemptEnd
+from clusterddp.history.event import Event
 from clusterddp.history.failures import Failure, Hung, LaunchFailed, RankFailed
+from clusterddp.history.steps import Progress as StepProgress
 from clusterddp.history.view import AttemptView, RunView
-from clusterddp.history.words import ATTEMPT_ENDS
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.messages.reports import End
@@ -26,7 +29,7 @@ from clusterddp.rundir.growing_file import GrowingFile
 from clusterddp.rundir.json_lines import parse
 from clusterddp.rundir.progress import recent
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.schemas import EVENT, METRICS, Schema, is_count
+from clusterddp.rundir.schemas import EVENT, METRICS, Schema
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, added_arguments, failure_text
 
 if TYPE_CHECKING:
@@ -146,7 +149,7 @@ class Progress:
 
     def _update(self) -> None:
         for event in _objects(self._events.lines(), EVENT):
-            self._event(event)
+            self._event(decode(event))
         self._say_words()
         for metrics in _objects(self._metrics.lines(), METRICS):
             self.steps_done = metrics["step"] + 1
@@ -166,20 +169,20 @@ class Progress:
         else:
             show(line)
 
-    def _event(self, event: dict[str, Any]) -> None:
-        self.starts += event["event"] == "started"
+    def _event(self, event: Event) -> None:
+        self.starts += isinstance(event, Started)
         self._line_at = time.monotonic()  # the sentence about the run's end is the last line
-        self._total = event["steps"] if is_count(event.get("steps")) else self._total
-        shown = self._shown.events is None or event["event"] in self._shown.events
-        said = sentence(decode(event)) if shown and (self._shown.failures or event["event"] != "rank_failed") else None
-        if event["event"] in ATTEMPT_ENDS:  # the ranks have exited, and the box comes before the end's sentence
+        self._total = event.steps if isinstance(event, StepProgress) else self._total
+        shown = self._shown.events is None or event.name in self._shown.events
+        said = sentence(event) if shown and (self._shown.failures or not isinstance(event, RankFailed)) else None
+        if isinstance(event, AttemptEnd):  # the ranks have exited, and the box comes before the end's sentence
             self._say_words(ended=True)
         else:
             self._say_output()
         if said:
             self._say(f"{self._shown.label}{said}")
-        if event["event"] == "started" and self._shown.output:
-            log = Log(self._run.attempt_logs(event["attempt"]), event["attempt"], 0)
+        if isinstance(event, Started) and self._shown.output:
+            log = Log(self._run.attempt_logs(event.attempt), event.attempt, 0)
             self._output = [GrowingFile(log.path(kind)) for kind in ("out", "err")]
 
     def _say_words(self, ended: bool = False) -> None:

@@ -24,8 +24,11 @@ from typing import Any
 
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.history.codec import decode
+from clusterddp.history.ends import AttemptEnd, Requeued, Stopped
+from clusterddp.history.event import Event
 from clusterddp.history.outcome import over_already
-from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM
+from clusterddp.history.words import BY_SLURM
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show
@@ -164,7 +167,7 @@ def is_requeued(run: RunDirectory) -> bool:
     if (newest := run.newest_attempt()) is None:
         return False
     last = islice(backwards(run, newest), 10)  # late reports of ranks may follow its end
-    return any(event["event"] == "requeued" or event.get("then") == BY_SLURM for event in last)
+    return any(isinstance(event, Requeued) or (isinstance(event, Stopped) and event.then == BY_SLURM) for event in last)
 
 
 def find_address(run: RunDirectory) -> tuple[int, Address]:
@@ -179,12 +182,12 @@ def find_address(run: RunDirectory) -> tuple[int, Address]:
         time.sleep(FILE_CHECK_S)
 
 
-def backwards(run: RunDirectory, attempt: int) -> Iterator[dict[str, Any]]:
+def backwards(run: RunDirectory, attempt: int) -> Iterator[Event]:
     """An attempt's events, the newest first."""
-    for event in read_backwards(run.events_file, EVENT):
-        if event["attempt"] < attempt:
+    for event in map(decode, read_backwards(run.events_file, EVENT)):
+        if event.attempt < attempt:
             return
-        if event["attempt"] == attempt:
+        if event.attempt == attempt:
             yield event
 
 
@@ -258,7 +261,7 @@ def step_command(address: Address, python: str | None) -> list[str]:
     return ["srun", *where, *options, "--export=ALL", *module_command("clusterddp.runs.request_client", python)]
 
 
-def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
+def await_end(run: RunDirectory, attempt: int) -> AttemptEnd:
     """The event that ended an attempt whose ranks have exited.
 
     RunDirectoryError if there is none after a minute: the supervisor may be waiting for Slurm's controller.
@@ -266,7 +269,7 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
         for event in backwards(run, attempt):
-            if event["event"] in ATTEMPT_ENDS:
+            if isinstance(event, AttemptEnd):
                 return event
         time.sleep(FILE_CHECK_S)
     raise RunDirectoryError(

@@ -10,9 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from clusterddp.errors import INTERRUPTED, STOPPED, CheckUnfinished, ClusterddpError, NotRepeatable, ResumeDiffers
+from clusterddp.history.beginnings import NotRestored, Resumed
+from clusterddp.history.ends import Stopped
+from clusterddp.history.event import Event
+from clusterddp.history.steps import StepsSeen
+from clusterddp.history.stops import Stopping
 from clusterddp.jobdef.job import Job, Limits
 from clusterddp.protocol import CHECK_RESUME
 from clusterddp.reporter import counted, say, show
@@ -416,9 +421,9 @@ class _Watched(Progress):
         super().__init__(trial.run, steps, shown=Shown(progress=False, output=output, events=_SHOWN, failures=False))
         self._trial = trial
 
-    def _event(self, event: dict[str, Any]) -> None:
+    def _event(self, event: Event) -> None:
         super()._event(event)
-        if event["event"] == "steps_seen" and without_clusterddp(self._trial.job):
+        if isinstance(event, StepsSeen) and without_clusterddp(self._trial.job):
             self._trial.end()
 
 
@@ -471,11 +476,11 @@ def _unfinished(why: str) -> str:
 
 def stopped_by_others(run: RunDirectory) -> str:
     """Why the newest attempt has stopped, if the check did not want it to, else ''."""
-    own = [event for event in run.events() if event["attempt"] == run.newest_attempt()]
-    if any(event["event"] == "stopping" and event.get("reason") == STOP_REASON for event in own):
+    own = run.history().attempt(run.newest_attempt() or 0)
+    if any(event.reason == STOP_REASON for event in own.all(Stopping)):
         return ""
-    reasons = [str(event["reason"]) for event in own if event["event"] == "stopped" and event.get("reason")]
-    return reasons[-1] if reasons else "it was stopped before its first step"
+    end = own.last(Stopped)
+    return "it was stopped before its first step" if end is None else end.reason
 
 
 @dataclass(frozen=True)
@@ -502,8 +507,9 @@ class LocalTrials:
 
     def inexact(self, name: str) -> list[str]:
         """See ``Trials``."""
-        events = RunDirectory(self.folder / name).events()
-        return list(dict.fromkeys(why for event in events for why in event.get("inexact", [])))
+        history = RunDirectory(self.folder / name).history()
+        found = [event.inexact for event in history if isinstance(event, (Resumed, NotRestored))]
+        return list(dict.fromkeys(why for inexact in found for why in inexact))
 
 
 def check_resume(job: Job, steps: int) -> int:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.history.view import RunView
 from clusterddp.report.booking import Booking, Wait, book_run
@@ -18,7 +18,7 @@ from clusterddp.report.efficiency import Spent, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.schemas import NOT_METRICS, is_count, is_time
+from clusterddp.rundir.schemas import NOT_METRICS, is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import RunState
@@ -107,7 +107,5 @@ def values(summary: Summary) -> dict[str, Any]:
     return {name: value for name, value in summary.metrics.items() if name not in NOT_METRICS}
 
 
-def _saved(event: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if event is None or not is_count(event.get("step")):
-        return None
-    return {name: event[name] for name in ("step", "attempt", "time")}
+def _saved(event: Checkpoint | None) -> dict[str, Any] | None:
+    return None if event is None else {"step": event.step, "attempt": event.attempt, "time": event.time}

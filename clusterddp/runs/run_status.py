@@ -44,7 +44,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
     booking, made = booked(summary, state, history, now)
     intervals = intervals_of(run)
     return report(summary, state) | {
-        "attempts": len(history.with_ranks),
+        "attempts": history.attempts_made,
         "job_name": job.name,
         "shape": job.shape,
         "code": code_of(run, history),

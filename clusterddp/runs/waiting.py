@@ -118,7 +118,7 @@ class Resubmitter:
         if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
             newest, job, early = claims[1]["job"], jobs[1], None  # which held the run when the newest job started
         # The user may have stopped it, or the history is hidden with all that the job has done.
-        is_unread = not self._run.events() and (self._should_continue(job) or bool(early and not early.lines))
+        is_unread = not self._run.history() and (self._should_continue(job) or bool(early and not early.lines))
         if doubt_s < HIDDEN_S and (is_unread or self._run.may_be_over(job.state if job else None)):
             return Help(f"job {newest} ended. Waiting until its outcome is visible here")
         if self._should_continue(job):
@@ -327,7 +327,7 @@ class Wait:
         if state.word == "unknown":
             return UNKNOWN_S
         with suppress(RunDirectoryError, OSError):
-            is_unread = state.word == "failed" and not state.log and not self.run.events()
+            is_unread = state.word == "failed" and not state.log and not self.run.history()
             if is_unread or self.run.may_be_over(None if state.job is None else state.job.state):
                 return HIDDEN_S
         return END_SETTLE_S

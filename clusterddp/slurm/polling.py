@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clusterddp.errors import SlurmError
-from clusterddp.history.words import ATTEMPT_ENDS
+from clusterddp.history.beginnings import Started
+from clusterddp.history.codec import decode
+from clusterddp.history.ends import AttemptEnd
 from clusterddp.rundir.files import status, write_atomically
 from clusterddp.rundir.json_lines import read_backwards
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import EVENT
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.queue import QueuedJob, queued_jobs
 
@@ -152,13 +155,13 @@ class Activity:
     @property
     def silent(self) -> bool:
         """Whether an attempt has started, and has written nothing for unusually long."""
-        trains = self._newest is not None and self._newest[1] == "started"
+        trains = self._newest is not None and self._newest[1] == Started.name
         return trains and time.monotonic() - self._changed_at > max(SILENT_AFTER_S, 3 * self._longest_s)
 
     def _boundary(self) -> tuple[int, str] | None:
-        for event in read_backwards(self._run.events_file):
-            if event.get("event") == "started" or event.get("event") in ATTEMPT_ENDS:
-                return event["attempt"], event["event"]
+        for event in map(decode, read_backwards(self._run.events_file, EVENT)):
+            if isinstance(event, (Started, AttemptEnd)):
+                return event.attempt, event.name
         return None
 
 

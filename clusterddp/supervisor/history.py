@@ -134,7 +134,7 @@ class History:
         prints_steps = any(event.log is not None for event in self.view.attempt(self._attempt).all(Training))
         if state == "completed" or prints_steps:
             step = highest([step, self.saved()["step"]])
-        values = self._presentable({"step": step, "attempts": len(self.view.with_ranks), "reason": reason})
+        values = self._presentable({"step": step, "attempts": self.view.attempts_made, "reason": reason})
         if not confirmed:
             values["confirmed"] = False
         self.add(state, **values)

@@ -179,7 +179,7 @@ def _interrupted(attempt: AttemptView) -> bool:
 
 def exceeded(job: Job, history: RunView, now: float) -> str | None:
     """Why there must not be another attempt. None if there may be one."""
-    if job.limits.attempts is not None and len(history.with_ranks) >= job.limits.attempts:
+    if job.limits.attempts is not None and history.attempts_made >= job.limits.attempts:
         return f"limits.attempts ({job.limits.attempts}) reached"
     hours = used_gpu_hours(job, history, now)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:

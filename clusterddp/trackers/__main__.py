@@ -12,6 +12,8 @@ from typing import Any
 
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.history.beginnings import Resumed
+from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.tracking import check_packages, wanted
 from clusterddp.reporter import in_words, say
@@ -37,7 +39,7 @@ def send_rest(*arguments: str) -> int:
     trackers = wanted(job, run.path.name, os.environ)
     if not trackers:
         raise UsageError(f"{run} has no trackers. Set one of {', '.join(TRACKERS)} in {run.job_file}")
-    saved = [event["step"] for event in run.events() if event["event"] in ("checkpoint", "resumed")]
+    saved = [event.step for event in run.history() if isinstance(event, (Checkpoint, Resumed))]
     committed = saved[-1] if saved else 0
     if committed == 0:
         say(f"sent no values, because only steps below a checkpoint are sent and {run} has no such step")

@@ -9,7 +9,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,7 +22,9 @@ from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
+from clusterddp.history.beginnings import Beginning
 from clusterddp.history.checkpoints import last_save_retried
+from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Checkpointing, Keep, best_metric
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
@@ -193,7 +195,7 @@ class Saver:
         self._postponed = 0
         self._said_s = 0.0
         #: The events so far, read once, for ``every: auto``: those of this attempt cost no steps.
-        self._history: list[dict[str, Any]] | None = None
+        self._history: RunView | None = None
         #: Seconds that the last save blocked training.
         self._stall_s = 0.0
         #: Seconds until the last save was durable; 0 before the first.
@@ -547,7 +549,7 @@ class Saver:
     def _choose_interval(self, step: int) -> None:
         if self._history is None:
             try:
-                self._history = self._directory.events()
+                self._history = self._directory.history()
             except OSError as error:
                 say(f"could not read the history ({error}). Still saving every {self._every_s:.0f} s")
                 return
@@ -578,17 +580,13 @@ def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:
     return min(LONGEST_S, max(SHORTEST_S, 2 * durable_s, best))
 
 
-def between_interruptions_s(events: Iterable[Mapping[str, Any]], now: float) -> float:
+def between_interruptions_s(history: RunView, now: float) -> float:
     """Seconds of training between unannounced interruptions, according to the history.
 
     An announced interruption costs no steps and does not count. Starts from the assumption of one a day.
     """
-    times: dict[int, list[float]] = {}  # of each attempt's events
-    interruptions = 0
-    for event in events:
-        times.setdefault(event["attempt"], []).append(event["time"])
-        interruptions += event["event"] in ("training", "resumed") and bool(event.get("redone"))
-    if times:
-        times[max(times)].append(now)
-    trained = sum(found[-1] - found[0] for found in times.values())
+    interruptions = sum(bool(event.redone) for event in history.all(Beginning))
+    trained = sum(attempt.lasted_s for attempt in history.attempts)
+    if (newest := history.newest) is not None:
+        trained += now - newest.last_time
     return (trained + EXPECTED_S) / (interruptions + 1)

@@ -678,7 +678,7 @@ def _requeue_command(history: History, draw: random.Random) -> None:
         if history.run.outcome() is None and request_client.waiting_job(history.run):
             return 0
         attempt, _ = request_client.request(history.run, "requeue")
-        return int(request_client.await_end(history.run, attempt)["event"] == "stopped")
+        return int(request_client.await_end(history.run, attempt).name == "stopped")
 
     history.user("requeue", work)
 

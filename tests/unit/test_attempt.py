@@ -1774,7 +1774,7 @@ def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> Non
     happened(run, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
     _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})
     assert events == ["result", "started", "rank_failed", "restarted"]
-    assert book(run.history(), time.time()).total_s and between_interruptions_s(run.events(), time.time())
+    assert book(run.history(), time.time()).total_s and between_interruptions_s(run.history(), time.time())
 
 
 def test_idle_nodes_of_a_job_count_as_those_with_ranks() -> None:

@@ -98,7 +98,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
         event("rank_failed", rank=0, host=HOSTILE, error=HOSTILE, step=3),
         event("restarted", reason=HOSTILE, cause=HOSTILE, step=3, checkpoint=2),
         started(1, job=HOSTILE),
-        event("resumed", 1, step=2, parent=0, inexact=[HOSTILE], redone=1),
+        event("resumed", 1, step=2, parent={}, inexact=[HOSTILE], redone=1),
     ]
     values: dict[str, Any] = {HOSTILE: 0.4, "</svg>": "NaN"}
     lines = [*steps(range(3), **values), *steps(range(2, 5), 1, **values)]

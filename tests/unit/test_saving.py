@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clusterddp.training.saving import between_interruptions_s, interval_s
+from tests.histories import view
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_only_interruptions_that_cost_steps_count() -> None:
         {"attempt": 1, "time": 3 * day, "event": "checkpoint"},
         {"attempt": 2, "time": 3 * day, "event": "resumed", "redone": 40},
     ]
-    assert between_interruptions_s([], 0.0) == day
-    assert between_interruptions_s(events[:2], day) == 2 * day
-    assert between_interruptions_s(events[:4], 3 * day) == 3 * day
-    assert between_interruptions_s(events, 4 * day) == 2 * day
+    assert between_interruptions_s(view([]), 0.0) == day
+    assert between_interruptions_s(view(events[:2]), day) == 2 * day
+    assert between_interruptions_s(view(events[:4]), 3 * day) == 3 * day
+    assert between_interruptions_s(view(events), 4 * day) == 2 * day

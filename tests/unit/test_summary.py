@@ -20,7 +20,7 @@ HISTORY = [
     event("checkpoint", step=100, blocked_s=0.1, durable_s=0.2, bytes=9),
     event("requeued", reason="preempted", cause="preempted", step=101, checkpoint=100, window_s=1.0),
     started(1),
-    event("resumed", 1, step=100, parent=0, inexact=[]),
+    event("resumed", 1, step=100, parent={}, inexact=[]),
 ]
 
 
@@ -31,7 +31,7 @@ def test_a_summary_says_what_a_run_has_done(tmp_path: Path) -> None:
     found = summarize(run)
     assert (found.step, found.steps, found.attempts, found.ends) == (121, 500, 2, ("preempted",))
     assert found.metrics["loss"] == 0.25
-    assert found.saved is not None and found.saved["step"] == 100
+    assert found.saved is not None and found.saved.step == 100
     assert (found.job_id, found.nodes, found.local, found.begun) == ("41", "n[1-2]", False, True)
     assert found.started == BEGAN
     assert found.seconds_per_step == pytest.approx(0.5)
@@ -69,7 +69,7 @@ def test_the_ends_of_a_long_history_are_enough(tmp_path: Path) -> None:
     assert run.events_file.stat().st_size > 10 * (1 << 15)
     found = summarize(run)
     assert (found.steps, found.attempts, found.ends) == (500, 2, ("preempted",))
-    assert found.saved is not None and found.saved["step"] == 3999
+    assert found.saved is not None and found.saved.step == 3999
 
 
 def test_a_metric_that_few_steps_log_is_found_in_earlier_lines(tmp_path: Path) -> None:
