@@ -149,9 +149,9 @@ class Checkpoints:
             if checkpoint.attempt == attempt and checkpoint.step <= highest
         ]
 
-    def await_committed(self, step: int) -> None:
-        """Waits, at most for HIDDEN_S, until a shared disk shows the last attempt's checkpoint of this step."""
-        deadline = time.monotonic() + HIDDEN_S
+    def await_committed(self, step: int, within_s: float = HIDDEN_S) -> None:
+        """Waits so long at most until a shared disk shows the last attempt's checkpoint of this step."""
+        deadline = time.monotonic() + within_s
         while not any(found.step == step and found.attempt == self._attempt - 1 for found in self.candidates()):
             if time.monotonic() >= deadline:
                 say(f"checkpoint {step} was committed, but is missing from {self.folder}")

@@ -62,7 +62,7 @@ MOST_BYTES = 1 << 30
 
 
 class TooLarge(Exception):
-    """The states of all ranks take ``size`` bytes together, more than ``MOST_BYTES``."""
+    """The states of all ranks take ``size`` bytes together, more than they may."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"{size} bytes")
@@ -107,7 +107,12 @@ def digest(state: Any) -> bytes:
     return found.digest()
 
 
-def gather(state: Any, device: torch.device, on_size: Callable[[int], None] = lambda _: None) -> list[Any] | None:
+def gather(
+    state: Any,
+    device: torch.device,
+    on_size: Callable[[int], None] = lambda _: None,
+    most_bytes: int = MOST_BYTES,
+) -> list[Any] | None:
     """The states of all ranks on rank 0, in rank order. None on the other ranks. Fast if all are empty.
 
     ``on_size`` gets the bytes that they take, unless all are empty. Raises, on all ranks and before they are sent,
@@ -116,7 +121,7 @@ def gather(state: Any, device: torch.device, on_size: Callable[[int], None] = la
     own, all_sizes = _agreed(state, device)
     if not any(map(any, all_sizes)):
         return [{} for _ in all_sizes] if _is_first() else None
-    if (total := sum(map(sum, all_sizes))) > MOST_BYTES:
+    if (total := sum(map(sum, all_sizes))) > most_bytes:
         raise TooLarge(total)
     on_size(total)
     described, data = (_gather_bytes(part, [size[at] for size in all_sizes], device) for at, part in enumerate(own))

@@ -343,9 +343,9 @@ OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/root")
 MOUNTS = Path("/proc/self/mountinfo")
 
 
-def only_here(places: Mapping[str, Path]) -> list[str]:
+def only_here(places: Mapping[str, Path], mounts: Path = MOUNTS) -> list[str]:
     """Warnings about paths that probably only this host has. ``places``: the paths, each with its meaning."""
-    table = MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
+    table = mounts.read_text(errors="replace") if mounts.exists() else ""
     found: dict[str, list[str]] = {}
     for what, path in places.items():
         mount = mount_of(existing(Path(os.path.realpath(path))), table)

@@ -76,10 +76,10 @@ def _all_of(path: Path) -> bytes:
         return file.read()
 
 
-def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
+def read_backwards(path: Path, schema: Schema | None = None, block: int = _BLOCK) -> Iterator[dict[str, Any]]:
     """The objects of a JSON lines file, newest first. Skips the same lines as ``read_lines``.
 
-    Reads block by block from the end, so that the newest lines of a long file cost little.
+    Reads blocks of so many bytes from the end, so that the newest lines of a long file cost little.
     """
     try:
         file = retrying(path, lambda: open_binary(path))
@@ -87,7 +87,7 @@ def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[st
         return
     warned = False
     with file:
-        for start, line in _lines_backwards(path, file):
+        for start, line in _lines_backwards(path, file, block):
             value, wrong = parse(line, schema)
             if value is not None:
                 yield value
@@ -123,14 +123,14 @@ def both_ends(path: Path, size: int, first: int | None = None) -> tuple[list[byt
     return beginning[:-1], lines[block < end : -1]
 
 
-def _lines_backwards(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _lines_backwards(path: Path, file: BinaryIO, usual: int = _BLOCK) -> Iterator[tuple[int, bytes]]:
     """The complete lines, newest first, each with its position in the file."""
-    start, block, rest, torn = file.seek(0, os.SEEK_END), _BLOCK, b"", True
+    start, block, rest, torn = file.seek(0, os.SEEK_END), usual, b"", True
     while start > 0:
         size = min(block, start)
         start -= size
         beginning, *lines = (_read_at(path, file, start, size) + rest).split(b"\n")
-        rest, block = beginning, _BLOCK if lines else 2 * block
+        rest, block = beginning, usual if lines else 2 * block
         position = start + len(beginning) + 1 + sum(len(line) + 1 for line in lines)
         for line in reversed(lines):
             position -= len(line) + 1

@@ -31,8 +31,8 @@ from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 
-#: Seconds between two looks at a run's files: for the user, and while waiting to preempt.
-PROGRESS_S, MOMENT_CHECK_S = 0.2, 0.05
+#: Seconds between two looks at a run's files while waiting to preempt.
+MOMENT_CHECK_S = 0.05
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 #: How to preempt a script that records no steps.
 _WITHOUT_STEPS = (
@@ -141,6 +141,8 @@ class LocalRun:
     missed: list[Moment] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+    #: Seconds between two looks at the run's files, for the user.
+    progress_s: float = 0.2
 
     def loop(self, progress: Progress) -> int:
         """Runs attempts until the run is over or interrupted. Returns the exit code."""
@@ -197,7 +199,7 @@ class LocalRun:
             ended.set()
 
         threading.Thread(target=wait, daemon=True).start()
-        while not ended.wait(MOMENT_CHECK_S if moment else PROGRESS_S):
+        while not ended.wait(MOMENT_CHECK_S if moment else self.progress_s):
             progress.update()
             # Before the ranks run, the signal would be lost or end the shell, which ignores it later.
             begun = progress.starts > starts_before

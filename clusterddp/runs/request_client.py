@@ -132,10 +132,10 @@ def check_trains(run: RunDirectory, kind: str) -> None:
         raise RunDirectoryError(f"{run} is not running: {state_of(run)[1]}")
 
 
-def waiting_job(run: RunDirectory) -> JobInfo | None:
+def waiting_job(run: RunDirectory, query_s: float = QUERY_S) -> JobInfo | None:
     """The run's pending job, or None if there is none, or its state is unknown.
 
-    If the job is being requeued, waits until Slurm has finished its batch step and epilog.
+    If the job is being requeued, asks every ``query_s`` seconds until Slurm has finished its batch step and epilog.
     """
     deadline, said = time.monotonic() + END_S, False
     while True:
@@ -147,7 +147,7 @@ def waiting_job(run: RunDirectory) -> JobInfo | None:
         if not said:
             show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}). Waiting until it is in the queue")
             said = True
-        time.sleep(QUERY_S)
+        time.sleep(query_s)
 
 
 def _live_job(run: RunDirectory) -> JobInfo | None:

@@ -29,8 +29,6 @@ from clusterddp.supervisor.control_server import listen
 
 #: The nodes are unknown: srun chooses.
 ALL_NODES = Placement()
-#: Seconds between two reads of srun's messages.
-READ_INTERVAL_S = 2.0
 
 
 class Launcher(Protocol):
@@ -75,6 +73,8 @@ class SlurmLauncher:
     name = "slurm"
     supervisor_host = ""
     abandon_s = 5.0
+    #: Seconds between two reads of srun's messages.
+    read_interval_s = 2.0
 
     def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
         self._job, self._placement = job, placement
@@ -152,7 +152,7 @@ class SlurmLauncher:
         known: set[int] = set()
         while True:
             try:
-                code = self._srun.wait(timeout=READ_INTERVAL_S)
+                code = self._srun.wait(timeout=self.read_interval_s)
                 self._end_guards()
                 return code
             except subprocess.TimeoutExpired:

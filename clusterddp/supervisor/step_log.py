@@ -14,8 +14,6 @@ from clusterddp.rundir.growing_file import GrowingFile
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.attempt_state import RankEvent
 
-#: Seconds between two reads of the outputs.
-READ_INTERVAL_S = 1.0
 #: The longest part of a line that is searched, at its end.
 LONGEST = 1 << 16
 
@@ -31,6 +29,9 @@ class StepLog:
 
     Reads until it is closed. ``post`` gets the event ``training`` with the first step of the attempt.
     """
+
+    #: Seconds between two reads of the outputs.
+    read_interval_s = 1.0
 
     def __init__(self, run: RunDirectory, attempt: int, pattern: str, post: Callable[[RankEvent], None]) -> None:
         self._metrics, self._attempt, self._pattern, self._post = run.metrics_file, attempt, re.compile(pattern), post
@@ -50,15 +51,16 @@ class StepLog:
     def close(self, read_rest: bool = False) -> None:
         """Ends the thread. ``read_rest``: looks once more, because the ranks have exited."""
         self._end.set()
-        self._thread.join(timeout=2 * READ_INTERVAL_S)
+        self._thread.join(timeout=2 * self.read_interval_s)
         if read_rest and not self._thread.is_alive():
-            self._look()
+            self.look()
 
     def _read(self) -> None:
-        while not self._end.wait(READ_INTERVAL_S):
-            self._look()
+        while not self._end.wait(self.read_interval_s):
+            self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Writes the newest step that was printed since the last look."""
         try:
             steps = [step for output in self._outputs for line in output.lines() for step in self._steps_in(line)]
             for step in steps:

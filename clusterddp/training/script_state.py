@@ -158,6 +158,9 @@ class PerRank:
     Raises TypeError for a part without a state, and for names that differ from rank 0's.
     """
 
+    #: The most bytes of all ranks' states together.
+    most_bytes = transfer.MOST_BYTES
+
     def __init__(self, given: Parts, group: ProcessGroup) -> None:
         named = by_name({"per_rank": given})
         self._parts = {name.removeprefix("per_rank."): part for name, part in named.items()}
@@ -204,11 +207,12 @@ class PerRank:
         if not self._parts:
             return
         try:
-            self._states = transfer.gather(self._own(), self._group.control_device, self._note_size) or []
+            device = self._group.control_device
+            self._states = transfer.gather(self._own(), device, self._note_size, self.most_bytes) or []
         except transfer.TooLarge as error:
             raise CheckpointError(
                 f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "
-                f"{error.size / 1e6:,.0f} MB, but a checkpoint holds at most {transfer.MOST_BYTES / 1e6:,.0f} MB of "
+                f"{error.size / 1e6:,.0f} MB, but a checkpoint holds at most {self.most_bytes / 1e6:,.0f} MB of "
                 "it. Leave out of state_dict() what can be computed again or read from elsewhere, or save less of it, "
                 "such as a replay buffer's newest entries"
             ) from error
@@ -218,10 +222,10 @@ class PerRank:
 
     def near_limit(self) -> dict[str, Any] | None:
         """Names, bytes and the limit, once, when the states as last gathered take more than half of the limit."""
-        if self._told or 2 * self._bytes <= transfer.MOST_BYTES:
+        if self._told or 2 * self._bytes <= self.most_bytes:
             return None
         self._told = True
-        return {"names": sorted(self._parts), "bytes": self._bytes, "limit": transfer.MOST_BYTES}
+        return {"names": sorted(self._parts), "bytes": self._bytes, "limit": self.most_bytes}
 
     def progress(self) -> dict[str, Any]:
         """The states as last gathered, for a checkpoint."""

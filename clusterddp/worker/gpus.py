@@ -300,11 +300,11 @@ def start(environ: Mapping[str, str], ranks: RankEnvironment, report: Callable[.
         current = GpuWatch(lambda: visible(environ, ranks.local_rank, ranks.local_world_size), report, node)
 
 
-def node_facts() -> list[str]:
-    """The GPUs' clocks and temperatures where NVML is there, the load, and the busiest processes of other jobs."""
+def node_facts(watch: GpuWatch | None) -> list[str]:
+    """Clocks and temperatures of the watched GPUs, the load, and the busiest processes of other jobs."""
     found: list[str] = []
     with suppress(GpuLost):
-        found += [fact for gpu in (current.gpus if current else []) for fact in gpu.facts()]
+        found += [fact for gpu in (watch.gpus if watch else []) for fact in gpu.facts()]
     found.append(f"The load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs")
     if others := busiest_others():
         found.append(f"Other processes: {', '.join(others)}")

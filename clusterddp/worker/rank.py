@@ -367,7 +367,7 @@ def _in_thread(work: Callable[[], None], name: str) -> None:
 
 def _explain(channel: ControlChannel, order: Explain, host: str) -> None:
     """Reports what may make this rank slow."""
-    channel.send("slow_node", host=host, ratio=order.ratio, seconds=order.seconds, facts=gpus.node_facts())
+    channel.send("slow_node", host=host, ratio=order.ratio, seconds=order.seconds, facts=gpus.node_facts(gpus.current))
 
 
 def _save(channel: ControlChannel, order: Save) -> None:

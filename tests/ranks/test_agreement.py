@@ -19,7 +19,6 @@ from clusterddp.training.stopping import Agreement, Vote
 from tests import ddp
 from tests.waiting import wait_until
 
-BOUNDARIES = 3  # Each rank reaches boundaries 0, 1 and 2.
 MAIN, WATCHER = ("enter", "look", "decide"), ("raise", "publish", "send", "learn")
 
 
@@ -27,6 +26,8 @@ MAIN, WATCHER = ("enter", "look", "decide"), ("raise", "publish", "send", "learn
 class Rank:
     """One rank between two atomic actions: what each of its threads does next, and what they know."""
 
+    #: How many boundaries it reaches, from 0 on.
+    boundaries: int = 3
     entered: int = -1
     flagged: bool = False
     published: int | None = None
@@ -58,7 +59,7 @@ def main_move(rank: Rank, order: tuple[str, ...]) -> Rank | None:
         return replace(following, entered=rank.entered + 1, number=rank.entered + 1)
     if action == "look":
         return replace(following, saw_flag=rank.flagged)
-    passed = replace(following, done=number == BOUNDARIES - 1)
+    passed = replace(following, done=number == rank.boundaries - 1)
     if not rank.saw_flag:
         return passed
     if rank.published is None:
@@ -98,12 +99,14 @@ def agreed(world: World) -> bool:
         return False
     if any(rank.stopped for rank in world):
         return all(rank.stopped for rank in world) and len({rank.number for rank in world}) == 1
-    return max(rank.sent or 0 for rank in world) == BOUNDARIES - 1
+    return max(rank.sent or 0 for rank in world) == world[0].boundaries - 1
 
 
-def explore(ranks: int, main: tuple[str, ...] = MAIN, watcher: tuple[str, ...] = WATCHER) -> tuple[int, int]:
+def explore(
+    ranks: int, main: tuple[str, ...] = MAIN, watcher: tuple[str, ...] = WATCHER, boundaries: int = 3
+) -> tuple[int, int]:
     """Visits every state that any interleaving reaches; the numbers of final states, and of those without agreement."""
-    start: World = (Rank(),) * ranks
+    start: World = (Rank(boundaries),) * ranks
     seen, pending = {start}, [start]
     final = broken = 0
     while pending:
@@ -124,9 +127,8 @@ def test_every_interleaving_stops_all_ranks_at_the_same_boundary(ranks: int) -> 
     assert final > 1 and broken == 0
 
 
-def test_every_interleaving_of_three_ranks_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.ranks.test_agreement.BOUNDARIES", 2)
-    final, broken = explore(3)
+def test_every_interleaving_of_three_ranks_agrees() -> None:
+    final, broken = explore(3, boundaries=2)
     assert final > 1 and broken == 0
 
 

@@ -130,14 +130,16 @@ def test_a_preempted_and_interrupted_run_is_the_uninterrupted_one(
     check_same(stopped_twice, uninterrupted)
 
 
-def test_the_end_of_an_attempt_is_awaited_not_looked_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_an_attempt_is_awaited_not_looked_for(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command takes no CPU while it waits, and ends at once."""
     run.create()
-    monkeypatch.setattr(local, "PROGRESS_S", 600.0)
-    monkeypatch.setattr(local, "module_command", lambda _: ["/bin/sh", "-c", "exit 3", "sh"])
+    (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(3)\n")  # the supervisor ends as it starts
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     job = Job(name="x", module="x", device="cpu")
     with Progress(run, None) as progress:
-        assert local.LocalRun(run, job).loop(progress) == 3
+        assert local.LocalRun(run, job, progress_s=600.0).loop(progress) == 3
 
 
 def test_ctrl_c_before_the_ranks_have_started_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ from clusterddp.supervisor.attempt_state import (
 )
 from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.controller import SlurmController, allocated
-from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
+from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded, gpu_hours_end
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.verdict import Action
@@ -83,8 +83,8 @@ STOPPED = {"end": "stopped", "step": 7}
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recovery, "FIRST_PAUSE_S", 0.0)
+def no_pauses(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    del fake_slurm  # whose pauses are over at once
     monkeypatch.setattr(recovery, "RELAUNCH_S", 0.0)
     monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
     yield
@@ -517,12 +517,11 @@ def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunD
 
 
 def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
-    run: RunDirectory, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """With an error the job, and with it the run, would end: nothing continues a run whose job has FAILED."""
     lease.take(run, run.create_attempt(), lease.of_job("40"))
     fake_slurm["scontrol show job"] = [SlurmUnavailable("Socket timed out on send/recv operation"), None]
-    monkeypatch.setattr("clusterddp.supervisor.main.FIRST_PAUSE_S", 0.01)
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
     assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
     assert (run.outcome() or {})["state"] == "completed"
@@ -1281,18 +1280,25 @@ def test_a_local_rank_was_out_of_memory_only_if_the_kernel_has_killed_a_process_
     assert [status.oom_kill for status in launcher.exit_statuses().values()] == [seen, seen]
 
 
-def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+class Unkillable(RanksHere):
+    """Its ranks outlive a KILL, until ``end``."""
+
+    def kill(self) -> None: ...
+
+    def end(self) -> None:
+        super().kill()
+
+
+def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory) -> None:
     """As one in state D would; the other one's end is known."""
     logs = run.attempt_logs(run.create_attempt())
-    launcher = RanksHere(JOB)
+    launcher = Unkillable(JOB)
     launcher.start(["/bin/sh", "-c", "[ $RANK = 0 ] || exec sleep 60; exit 3"], os.environ, logs)
     failed: list[int] = []
     launcher.failed = lambda rank: (failed.append(rank), launcher.abandon())
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalLauncher, "_signal_all", lambda *_: None)
-        assert launcher.wait() == 3
+    assert launcher.wait() == 3
     assert failed == [0] and launcher.exit_statuses() == {0: ExitStatus(exit_code=3)}
-    launcher.kill()
+    launcher.end()
 
 
 def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
@@ -1462,9 +1468,9 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     )
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("clusterddp.supervisor.launcher.READ_INTERVAL_S", 0.05)
     before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # as the supervisor does
     launcher = SlurmLauncher(JOB)
+    launcher.read_interval_s = 0.05
     launcher.start(["true"], {**os.environ, protocol.SUPERVISOR: ":1"}, tmp_path)
     signal.signal(signal.SIGQUIT, before)
     assert launcher.wait() == 137

@@ -330,7 +330,7 @@ def test_a_cluster_without_a_section_is_said(
         write(tmp_path / "bin" / program, f"#!/bin/sh\n{name}\n").chmod(0o755)
     for variable, value in {**profile, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(commands, "CONFIGURATION_FILES", ())
+    monkeypatch.setenv("SLURM_CONF", "/nowhere")
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
     monkeypatch.chdir(tmp_path)
     made = describe(None, {"module": "m"}, {}, on="own" if cluster == "alps" else None)

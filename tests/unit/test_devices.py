@@ -119,7 +119,6 @@ def test_memory_that_no_device_has_is_not_waited_for(monkeypatch: pytest.MonkeyP
     """As where a run continues on smaller GPUs than those of the attempt before."""
     gib = devices.GIB
     monkeypatch.setattr(devices.torch.cuda, "mem_get_info", lambda device: (39 * gib, 40 * gib))
-    monkeypatch.setattr(devices, "MEMORY_CHECK_S", 0)
     gpus = [torch.device("cuda:0"), torch.device("cuda:1")]
     assert devices.wait_until_free(gpus, 70 * gib, patience_s=0)
     assert not capfd.readouterr().err

@@ -255,13 +255,12 @@ def test_an_environment_that_nodes_may_not_have_is_told(places: dict[str, Path],
 def test_a_submission_warns_of_paths_that_only_this_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `doctor` does: the job would fail before anything can say why. A file system that is mounted there counts."""
     table = tmp_path / "mounts"
-    monkeypatch.setattr(node, "MOUNTS", table)
     table.write_text("21 1 8:1 / / rw - ext4 /dev/sda1 rw\n22 21 0:5 / /tmp/shared rw - nfs4 server:/shared rw\n")
     monkeypatch.setattr(node, "existing", lambda path: path)
     places = {"the run directory": Path("/tmp/runs/a"), "Python": Path("/tmp/venv/bin/python")}
-    (warning,) = node.only_here({**places, "clusterddp": Path("/home/me/clusterddp")})
+    (warning,) = node.only_here({**places, "clusterddp": Path("/home/me/clusterddp")}, table)
     assert warning.startswith("the run directory (/tmp/runs/a), Python (/tmp/venv/bin/python): usually each node")
-    assert node.only_here({"the run directory": Path("/tmp/shared/runs/a")}) == []
+    assert node.only_here({"the run directory": Path("/tmp/shared/runs/a")}, table) == []
 
 
 BUILD = """from typing import Optional

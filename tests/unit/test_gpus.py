@@ -329,13 +329,12 @@ def test_a_rank_is_explained_from_a_fifth_more_work_on(own_s: float, explained: 
     assert not any(isinstance(one, Slow) for one in found)
 
 
-def test_the_facts_of_a_slow_node_are_its_clocks_and_its_load(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_of_a_slow_node_are_its_clocks_and_its_load(driver: Driver) -> None:
     driver.has({**ONE, "clock": 1200, "most": 1980, "reasons": 0x40})
     watch, _ = watched()
-    monkeypatch.setattr(gpus, "current", watch)
     while not watch.gpus:
         pass
-    found = gpus.node_facts()
+    found = gpus.node_facts(watch)
     watch.use([])
     assert found[:3] == ["GPU 5 runs at 1200 of 1980 MHz", "GPU 5 is slowed down by heat", "GPU 5 has 66 °C"]
     assert found[3].startswith("The load is ")

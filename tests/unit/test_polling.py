@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import polling
 from clusterddp.slurm.polling import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue, shared_jobs
-from clusterddp.slurm.queue import QueuedJob
+from tests.fake_slurm import FakeSlurm
 from tests.histories import happened
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -122,18 +122,18 @@ def test_a_run_that_waits_in_the_queue_is_not_silent(run: RunDirectory, clock: C
 
 
 def test_a_refreshed_view_keeps_slurms_last_answer_and_its_last_error(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: list[object] = [{}, SlurmUnavailable("no answer"), {}]
+    answers: list[object] = ["", SlurmUnavailable("no answer"), ""]
     asked: list[float] = []
 
-    def queued_jobs(ids: object, timeout_s: float) -> object:
+    def squeue(*_: str) -> object:
         asked.append(clock.now)
-        if isinstance(answer := answers.pop(0), SlurmUnavailable):
-            raise answer
-        return answer
+        return answers.pop(0)
 
-    monkeypatch.setattr(polling, "queued_jobs", queued_jobs)
+    fake_slurm["squeue"] = squeue
+    monkeypatch.setenv("SLURM_CLUSTERS", "")  # no answer is shared
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
     queue = PacedQueue()
     assert queue.jobs("a", ["1"], 1.0) == queue.jobs("a", ["1"], 1.0) == {}
     clock.now += 2
@@ -149,15 +149,17 @@ def test_a_refreshed_view_keeps_slurms_last_answer_and_its_last_error(
 
 
 @pytest.fixture
-def asked(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[float, list[str]]]:
+def asked(
+    clock: Clock, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[tuple[float, list[str]]]:
     """When squeue was called, and with which ids. It knows job 1. The answers are shared in ``tmp_path``."""
     calls: list[tuple[float, list[str]]] = []
 
-    def queued_jobs(ids: Collection[str], timeout_s: float) -> dict[str, QueuedJob]:
-        calls.append((clock.now, sorted(ids)))
-        return {"1": QueuedJob("1", "RUNNING", "n1", 5.0, "1:00", "low", "None")}
+    def squeue(*words: str) -> str:
+        calls.append((clock.now, words[words.index("-j") + 1].split(",")))
+        return "1|RUNNING|n1|N/A|1:00|low|None\n"
 
-    monkeypatch.setattr(polling, "queued_jobs", queued_jobs)
+    fake_slurm["squeue"] = squeue
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "Test/1")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return calls

@@ -115,7 +115,7 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_each_preset_is_a_valid_piece_of_a_job_definition(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first line says which script it is for. It saves below the run directory, if its script can be told to."""
-    monkeypatch.setattr(kinds, "PRESETS_FOLDER", file.parent)
+    monkeypatch.undo()  # the presets of the package, not those of the test
     root, mistakes = read_yaml(file.read_text(), file.name), list[Mistake]()
     assert isinstance(root.value, dict)
     read_fields(root.value, configuration_files.keys_in("presets"), mistakes)

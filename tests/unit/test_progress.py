@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import subprocess
@@ -70,10 +69,10 @@ def test_rank_0_prints_a_line_only_after_new_steps_of_its_loop(
     assert lines.line() is None
 
 
+@pytest.mark.usefixtures("capsys")
 def test_rank_0_prints_no_lines_beside_a_bar_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on a terminal."""
     tqdm = pytest.importorskip("tqdm")
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert not context.has_own_display()
     with tqdm.tqdm(total=3):
         assert context.has_own_display()

@@ -180,15 +180,17 @@ def test_a_line_that_another_program_wrote_is_skipped_with_one_warning(
     assert "another program wrote them" in warning and "To fix this, delete the lines" in warning
 
 
-def test_reading_backwards_sees_what_reading_forwards_does(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_backwards_sees_what_reading_forwards_does(run: RunDirectory) -> None:
     """Lines that end at a block's border, are longer than blocks, empty, torn or lost; each end of the file."""
     lines = [b'{"a": 1}', b"", b'{"b": "%s"}' % (b"x" * 50), b"nonsense", b"\0\0", b"\0\0{}", b'{"c": 3}']
     content = b"\n".join(lines * 2) + b"\ntorn"
     for block in (1, 5, 8, 1 << 16):
-        monkeypatch.setattr("clusterddp.rundir.json_lines._BLOCK", block)
         for size in range(len(content) + 1):
             run.metrics_file.write_bytes(content[:size])
-            assert list(read_backwards(run.metrics_file)) == list(read_lines(run.metrics_file))[::-1], (block, size)
+            assert list(read_backwards(run.metrics_file, block=block)) == list(read_lines(run.metrics_file))[::-1], (
+                block,
+                size,
+            )
     drop_torn_line(run.metrics_file)
     assert run.metrics_file.read_bytes() == content.removesuffix(b"torn")
 

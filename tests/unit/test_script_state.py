@@ -14,7 +14,6 @@ import numpy
 import pytest
 import torch
 
-from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.packing import pack, unpack
 from clusterddp.checkpoint.state_dict import load_state, state_of
 from clusterddp.data.external_loader import NoLoader
@@ -79,19 +78,19 @@ def test_the_states_are_copies() -> None:
     assert own.progress() == {"per_rank": [{"env": {"numbers": [1, 2]}}]}
 
 
-def test_too_large_states_are_refused_with_their_size_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_states_are_refused_with_their_size_and_the_remedy() -> None:
     """On all ranks, before anything is sent."""
-    monkeypatch.setattr(transfer, "MOST_BYTES", 1_000_000)
     own = PerRank({"buffer": torch.nn.Linear(1000, 1000)}, group())
+    own.most_bytes = 1_000_000
     with raises(CheckpointError):
         own.gather()
 
 
-def test_a_state_beyond_half_of_the_limit_is_told_once_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_beyond_half_of_the_limit_is_told_once_with_its_size() -> None:
     """Before it is refused."""
-    monkeypatch.setattr(transfer, "MOST_BYTES", 1_000_000)
     numbers = Numbers(*range(1000))
     own = PerRank({"env": numbers}, group())
+    own.most_bytes = 1_000_000
     own.gather()
     assert own.near_limit() is None
     numbers.numbers += [1_000_000] * 60_000

@@ -417,7 +417,6 @@ def test_a_run_that_waits_already_is_not_requeued_again(
 def test_a_job_that_is_being_requeued_is_waited_for(
     run: RunDirectory,
     fake_slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     end: Any,
     waits: bool,
@@ -425,9 +424,8 @@ def test_a_job_that_is_being_requeued_is_waited_for(
     """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
     happened(run, {"time": 1.0, "attempt": 0, **end})
-    monkeypatch.setattr(request_client, "QUERY_S", 0.0)
     fake_slurm["scontrol show job"] = [job("RUNNING"), job("COMPLETING"), job("PENDING", "BeginTime")]
-    found = request_client.waiting_job(run)
+    found = request_client.waiting_job(run, query_s=0.0)
     assert (found and found.state, len(fake_slurm.asked)) == (("PENDING", 3) if waits else (None, 1))
     assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING). Waiting until") == waits
 

@@ -10,9 +10,12 @@ import pytest
 from clusterddp.history.beginnings import Training
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor import step_log
 from clusterddp.supervisor.attempt_state import RankEvent
 from clusterddp.supervisor.step_log import StepLog
+
+
+class Unread(StepLog):
+    read_interval_s = 3600.0
 
 
 class Followed:
@@ -24,25 +27,19 @@ class Followed:
         self.run.create_attempt()
         self.output = self.run.attempt_logs(0)
         self.events: list[RankEvent] = []
-        self._log = StepLog(self.run, 0, pattern, self.events.append)
-        self._log._end.set()
-        self._log._thread.join()
+        self._log = Unread(self.run, 0, pattern, self.events.append)
+        self._log.close()
 
     def prints(self, text: str, name: str = "out") -> list[int]:
         """The steps in metrics.jsonl after rank 0 has printed this."""
         with open(self.output / f"rank-0.{name}", "a") as file:
             file.write(text)
-        self._log._look()
+        self._log.look()
         return [line["step"] for line in read_lines(self.run.metrics_file)]
 
     def found(self) -> bool:
         """Whether there was a step."""
         return self._log.found
-
-
-@pytest.fixture(autouse=True)
-def _never(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_log, "READ_INTERVAL_S", 3600.0)
 
 
 def test_the_newest_step_of_each_look_is_recorded_as_the_number_of_steps_done(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_counts(
     assert steps(directory) == [3]
 
 
-def test_an_unreadable_folder_hides_no_failure(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_hides_no_failure(directory: RunDirectory) -> None:
     checkpoints = Checkpoints(directory, attempt(directory), Keep())
     directory.checkpoints.rename(directory.path / "away")
     words = r"the checkpoint needs 1\.0 MiB \(No space left on device\)\. Could not list the others \(No such file"
@@ -199,11 +199,10 @@ def test_a_committed_checkpoint_that_a_shared_disk_hides_is_waited_for(
 
 
 def test_a_committed_checkpoint_that_stays_away_is_reported(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("clusterddp.checkpoint.store.HIDDEN_S", 0.0)
     attempt(directory)
-    Checkpoints(directory, directory.create_attempt(), Keep()).await_committed(10)
+    Checkpoints(directory, directory.create_attempt(), Keep()).await_committed(10, within_s=0.0)
     says(capsys.readouterr().err)
 
 

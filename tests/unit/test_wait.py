@@ -33,6 +33,8 @@ class World:
         #: When it was asked about which runs.
         self.asked: list[tuple[float, list[str]]] = []
         self.blocked = False
+        #: Called before an answer is given.
+        self.answering: Callable[[], object] = lambda: None
 
     def add(self, name: str, state: str = "running") -> RunDirectory:
         """A run."""
@@ -61,8 +63,10 @@ class World:
         if self.blocked:
             self.sleep(timeout_s)
         names = [summary.run.path.name for summary in summaries]
+        found = [RunState(self.states[name], "reason") for name in names]
         self.asked.append((self.now - 1000, names))
-        return [RunState(self.states[name], "reason") for name in names]
+        self.answering()
+        return found
 
 
 @pytest.fixture
@@ -190,22 +194,17 @@ def test_a_run_that_ends_while_the_controller_does_not_answer_has_not_ended_unkn
     assert command(["wait", "b"]) == 0
 
 
-def test_a_run_that_is_submitted_again_while_the_controller_takes_its_time_has_not_stopped(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_submitted_again_while_the_controller_takes_its_time_has_not_stopped(world: World) -> None:
     """Its answer is about the job before: `wait` had ended with "stopped" while the next job trained."""
     run = world.add("a", "stopped")
-    real = world.run_states
 
-    def slow(summaries: Sequence[Summary], timeout_s: float, queue: Pace) -> list[RunState]:
-        found = real(summaries, timeout_s, queue)
+    def slowly() -> None:
         if world.now >= 1000 + waiting.END_SETTLE_S and not run.submitted_file.exists():
             world.sleep(30.0)
             lease.submitted(run, "42")
             world.states["a"] = "running"
-        return found
 
-    monkeypatch.setattr(waiting, "run_states", slow)
+    world.answering = slowly
     world.events = {300: lambda: world.over("a", "completed")}
     assert command(["wait", "a"]) == 0
 
