@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Lets one process of a queue collect after the other: the first compiles the test files for all."""
+    """Lets one process of a queue collect after the other: the first compiles the test files for all.
+
+    The tests and the modules that they import are of no interest to the collections of garbage that follow.
+    """
     queue: Path | None = session.config.getoption("--queue")
-    if queue is None:
-        return (yield)
-    with (queue / "collecting").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return (yield)
+    with queue.joinpath("collecting").open("w") if queue else nullcontext() as lock:
+        if lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        gc.disable()
+        result = yield
+        gc.enable()
+        gc.freeze()
+        return result
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -482,7 +482,6 @@ def installed() -> Iterator[None]:
             else:
                 setattr(module, name, value)
         gc.enable()
-        gc.unfreeze()
 
 
 _ABSENT = object()
