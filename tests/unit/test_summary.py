@@ -44,6 +44,8 @@ def test_a_step_that_was_seen_counts_before_its_time_is_recorded(tmp_path: Path)
     assert summarize(recorded_run(tmp_path / "a", [started(0), seen[0]])).made == 1
     found = summarize(recorded_run(tmp_path / "b", [started(0), seen[0], started(1), seen[1]]))
     assert (found.made, found.redone) == (None, 7)
+    read = event("own_checkpoint_read", 1, rank=0, file="a.pt")
+    assert summarize(recorded_run(tmp_path / "c", [started(0), seen[0], started(1), seen[1], read])).redone is None
 
 
 def test_lines_of_steps_that_are_repeated_do_not_count(tmp_path: Path) -> None:
