@@ -33,19 +33,7 @@ HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port open kno
 TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp stop", "clusterddp requeue", "clusterddp drain"
 GPU_HOURS = "limits.gpu_hours"
 REQUESTED_STOPS = frozenset((HOLD, REQUEUE, DRAIN, GPU_HOURS))
-#: A user's request, the first and only message of a connection: the token, the kind of request and its values. The
-#: supervisor answers with any number of `news`, and one of the others as the last.
-REQUEST = "token request values"
-REQUESTS: Mapping[str, Message] = {
-    "stacks": Message("ranks", "the stacks of these ranks' threads, such as 0,3-5; null: of all ranks"),
-    "save": Message("", "save at the next step boundary"),
-    "stop": Message("", "save, stop, and hold the run until it is submitted again"),
-    "requeue": Message("nodes?", "save, stop, and requeue, or continue in a new job without `nodes` if given"),
-    "drain": Message("node", "save, stop, and continue in the same job without this node"),
-    "child": Message(
-        "", "from a process that a rank has started: it has called `stop_requested()`; there is no answer"
-    ),
-}
+#: The answers to a user's request: any number of `news`, and one of the others as the last.
 ANSWERS: Mapping[str, Message] = {
     "news": Message("news", "a sentence for the waiting user"),
     "refused": Message("refused", "why the request was refused"),

@@ -39,6 +39,7 @@ from clusterddp.history.words import at_step
 from clusterddp.hostlist import expand, ranges, ranks_in
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.messages import requests
 from clusterddp.process import module_command
 from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
 from clusterddp.rundir.records import read_json
@@ -100,7 +101,7 @@ def _until_done(run: RunDirectory, work: Callable[[RunDirectory], int]) -> int:
 
 def stop(run: RunDirectory) -> int:
     """Waits until the run is stopped. Returns 0 if all of its steps are saved."""
-    end = _end(run, "stop")
+    end = _end(run, requests.Stop())
     if isinstance(end, Stopped):
         how = "--local --run-dir" if run.has_loop else "--run-dir"
         show(f"Continue it with: clusterddp submit {how} {run.quoted}")
@@ -109,7 +110,7 @@ def stop(run: RunDirectory) -> int:
 
 def save(run: RunDirectory) -> int:
     """Waits until the checkpoint is committed."""
-    attempt, answer = request(run, "save")
+    attempt, answer = request(run, requests.Save())
     if "checkpoint" in answer:
         put(f"Checkpoint {answer['checkpoint']} is saved")
         return 0
@@ -120,18 +121,18 @@ def save(run: RunDirectory) -> int:
 
 def drain(run: RunDirectory, node: str) -> int:
     """Waits until the run has stopped to continue without the node. Returns 0 if all of its steps are saved."""
-    return _code(_end(run, "drain", node=node), Restarted, Requeued, Resubmitted)
+    return _code(_end(run, requests.Drain(node)), Restarted, Requeued, Resubmitted)
 
 
 def requeue(run: RunDirectory, nodes: Sequence[str] = ()) -> int:
     """Waits until the run has stopped to continue in a requeued job, or in a new one without ``nodes``."""
-    end = _end(run, "requeue", **({"nodes": nodes} if nodes else {}))
+    end = _end(run, requests.Requeue(tuple(nodes)))
     return 0 if isinstance(end, (Requeued, Resubmitted, Completed)) else FAILED
 
 
-def _end(run: RunDirectory, kind: str, **values: Any) -> AttemptEnd:
+def _end(run: RunDirectory, asked: requests.UserRequest) -> AttemptEnd:
     """Sends a request that ends the attempt. Returns the event of its end, and prints its sentence."""
-    attempt, _ = request(run, kind, **values)
+    attempt, _ = request(run, asked)
     end = await_end(run, attempt)
     put(sentence(end) or "")
     return end
@@ -223,7 +224,7 @@ def run_stacks(arguments: argparse.Namespace, _: object) -> int:
         except ValueError as error:
             raise UsageError(f"--rank {ranks}: {error}, or all") from error
     run = open_run(arguments.run)
-    _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
+    _, answer = request(run, requests.Stacks(None if ranks == "all" else ranks))
     if not answer:
         raise RunDirectoryError(
             f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
@@ -345,7 +346,7 @@ def run_shell(arguments: argparse.Namespace, command: Sequence[str] | None) -> i
     if arguments.attach and command:
         raise UsageError("--attach opens the rank's debugger. Remove the command after --")
     run = open_run(arguments.run)
-    check_trains(run, "shell")
+    check_trains(run)
     if arguments.attach:
         return _attach(run, arguments.rank)
     return _step(run, arguments.rank, list(command or [os.environ.get("SHELL", "/bin/sh")]))

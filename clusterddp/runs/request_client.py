@@ -2,7 +2,7 @@
 
 A request is one TCP connection with JSON lines to the supervisor, whose address and token are in the run directory.
 ``supervisor/user_requests.py`` decides what follows. If the login node cannot reach the supervisor's node, a job step
-sends the request from there (``python -m clusterddp.runs.request_client RUN ATTEMPT KIND VALUES``) and prints the
+sends the request from there (``python -m clusterddp.runs.request_client RUN ATTEMPT REQUEST``) and prints the
 answers.
 
 ``cancel_run`` ends a run permanently. It asks Slurm or the local processes, not the supervisor.
@@ -30,6 +30,7 @@ from clusterddp.history.event import Event
 from clusterddp.history.outcome import over_already
 from clusterddp.history.words import BY_SLURM
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.messages.requests import Stop, UserRequest, read_request, request_line
 from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show
 from clusterddp.rundir.control_address import Address, read_address
@@ -55,7 +56,7 @@ FILE_CHECK_S, QUERY_S = 0.1, 1.0
 START_S, END_S = 10.0, 60.0
 
 
-def ask(address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def ask(address: Address, host: str, asked: UserRequest) -> Iterator[dict[str, Any]]:
     """Sends a request to the supervisor at ``host``, and yields its answers as they come.
 
     Ends after the last one, or when the supervisor has exited. OSError if the connection cannot be opened or breaks.
@@ -63,36 +64,36 @@ def ask(address: Address, host: str, kind: str, values: Mapping[str, Any]) -> It
     with socket.create_connection((host, address.port), timeout=CONNECT_S) as connection:
         keep_alive(connection)
         connection.settimeout(None)
-        send_line(connection, {"token": address.token, "request": kind, "values": values})
+        send_line(connection, {"token": address.token, **request_line(asked)})
         with connection.makefile("rb") as lines:
             for line in lines:
                 if isinstance(answer := json.loads(line), dict):
                     yield answer
 
 
-def relay(run_directory: str, attempt: int, kind: str, values: str) -> int:
+def relay(run_directory: str, attempt: int, line: str) -> int:
     """Prints the answers to a request, from the supervisor's own node."""
     address = read_address(RunDirectory(run_directory), attempt)
     if address is None:
         raise RunDirectoryError(f"attempt {attempt} of {run_directory} has no supervisor that accepts requests")
     try:
-        for answer in ask(address, "127.0.0.1", kind, json.loads(values)):
+        for answer in ask(address, "127.0.0.1", read_request(json.loads(line))):
             print(json.dumps(answer), flush=True)
     except OSError as error:
         raise RunDirectoryError(f"no answer at port {address.port} of this node: {error.strerror or error}") from error
     return 0
 
 
-def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str, Any]]:
+def request(run: RunDirectory, asked: UserRequest) -> tuple[int, dict[str, Any]]:
     """The number of the attempt that trains the run, and its supervisor's last answer to a request.
 
     Shows the supervisor's messages meanwhile. The answer is empty if the supervisor exited without one. Raises
     RunDirectoryError if no process or job trains the run, or if the supervisor refuses.
     """
-    check_trains(run, kind)
+    check_trains(run, asked)
     attempt, address = find_address(run)
     answer: dict[str, Any] = {}
-    for answer in _answers(run, attempt, address, kind, values):
+    for answer in _answers(run, attempt, address, asked):
         if "news" in answer:
             show(f"{run.path.name}: {answer['news']}")
     if "refused" in answer:
@@ -100,17 +101,17 @@ def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str,
     return attempt, {} if "news" in answer else answer
 
 
-def check_trains(run: RunDirectory, kind: str) -> None:
+def check_trains(run: RunDirectory, asked: UserRequest | None = None) -> None:
     """Raises RunDirectoryError, with the reason, unless a process or a job that has started trains the run.
 
-    ``kind``: of the request.
+    ``asked``: what for. None: for something else.
     """
     if outcome := run.outcome():
         options = "--local --run-dir" if run.has_loop else "--run-dir"
         how = f". Continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
         raise RunDirectoryError(f"{over_already(run, outcome)}, so it is not running{how}")
     if job := waiting_job(run):
-        may_start = kind == "stop" and job.reason != "JobHeldUser"
+        may_start = isinstance(asked, Stop) and job.reason != "JobHeldUser"
         hold = f". To keep it from starting, use: scontrol hold {job.job_id}" if may_start else ""
         raise RunDirectoryError(
             f"{run} is waiting in the queue (job {job.job_id}, {job.reason}) and has no ranks yet{hold}"
@@ -191,13 +192,11 @@ def backwards(run: RunDirectory, attempt: int) -> Iterator[Event]:
             yield event
 
 
-def _answers(
-    run: RunDirectory, attempt: int, address: Address, kind: str, values: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _answers(run: RunDirectory, attempt: int, address: Address, asked: UserRequest) -> Iterator[dict[str, Any]]:
     """The supervisor's answers, through a job step if it cannot be reached directly."""
     said = False
     try:
-        for answer in ask(address, _reachable_name(address), kind, values):
+        for answer in ask(address, _reachable_name(address), asked):
             said = True
             yield answer
     except OSError as error:
@@ -206,7 +205,7 @@ def _answers(
         if address.job is None:
             where = f"{address.host}, port {address.port}"
             raise RunDirectoryError(f"{run}: the supervisor does not answer at {where}: {error}. Try again") from error
-        yield from _through_a_step(run, attempt, address, [kind, json.dumps(values)], error)
+        yield from _through_a_step(run, attempt, address, json.dumps(request_line(asked)), error)
 
 
 def _reachable_name(address: Address) -> str:
@@ -220,11 +219,11 @@ def _reachable_name(address: Address) -> str:
 
 
 def _through_a_step(
-    run: RunDirectory, attempt: int, address: Address, request: list[str], direct: OSError
+    run: RunDirectory, attempt: int, address: Address, line: str, direct: OSError
 ) -> Iterator[dict[str, Any]]:
     slurm.require("srun")
     python = load_resolved(run.job_file).python
-    command = [*step_command(address, python), str(run), str(attempt), *request]
+    command = [*step_command(address, python), str(run), str(attempt), line]
     with subprocess.Popen(
         command,
         env=slurm.for_parsing(os.environ),
@@ -331,4 +330,4 @@ def _end_job(job_id: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: relay(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))
+    exit_with(lambda: relay(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

@@ -240,7 +240,7 @@ class Attempt:
         handlers = Handlers(
             on_report=lambda rank, report: self.post(RankEvent(rank, report)),
             on_lost=lambda rank, silent: self.post(ConnectionLost(rank, silent)),
-            on_request=lambda client, kind, values: self.post(Request(client, kind, values)),
+            on_request=lambda client, request: self.post(Request(client, request)),
             failed=self._fail,
         )
         self._server = ControlServer(token, handlers, self._launcher.supervisor_host, self._job.world_size)

@@ -31,6 +31,7 @@ from clusterddp.messages.reports import (
     Stacks,
     Wrote,
 )
+from clusterddp.messages.requests import UserRequest
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
 ASK_S = 4.0
@@ -156,11 +157,10 @@ class RanksExited:
 
 @dataclass(frozen=True)
 class Request:
-    """The user asked for ``kind`` (``protocol.REQUESTS``), over the connection ``client``."""
+    """The user has sent a request over the connection ``client``."""
 
     client: int
-    kind: str
-    values: Mapping[str, Any] = field(default_factory=dict)
+    what: UserRequest
 
 
 class Timer(enum.Enum):

@@ -27,9 +27,11 @@ from clusterddp.history import codec
 from clusterddp.history.beginnings import Rejoined
 from clusterddp.messages.orders import Connect, Order, Stop, order_line
 from clusterddp.messages.reports import REPORTS, Hello, Joined, Serving
+from clusterddp.messages.requests import REQUESTS, UserRequest, read_request
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.schemas import EVENT, is_text, schema_error
 from clusterddp.supervisor.attempt_state import Report
+from clusterddp.version import __version__
 from clusterddp.worker.control_channel import LONGEST_LINE, encoded, keep_alive, send_line
 
 #: The most bytes that are kept for a connection, unless a single line is longer.
@@ -184,8 +186,8 @@ class Handlers:
     """With a rank, and what it reports."""
     on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None
     """With a rank whose connection broke, and whether it is silent: its node does not respond."""
-    on_request: Callable[[int, str, Mapping[str, Any]], None] = lambda *_: None
-    """With the number, kind and values of a user's request, for ``answer``."""
+    on_request: Callable[[int, UserRequest], None] = lambda *_: None
+    """With a user's request, and its number, for ``answer``."""
     failed: Callable[[BaseException], None] | None = None
     """With an error that ends the server's thread. None leaves it to ``threading.excepthook``."""
 
@@ -438,14 +440,16 @@ class ControlServer:
         if len(self._clients) >= _MOST_CLIENTS:
             _refuse(peer, f"{_MOST_CLIENTS} other requests have not been answered yet. Try again later")
             return False
-        kind, values = str(message["request"]), message.get("values") or {}
-        if not isinstance(values, dict):
+        try:
+            request = read_request(message)
+        except Misfit as error:
+            _refuse(peer, f"this job's clusterddp {__version__} supports {', '.join(REQUESTS)}. Refused: {error}")
             return False
         self._requests_made += 1
         peer.client = self._requests_made
         self._recognize(peer)
         self._clients[peer.client] = peer
-        self._handlers.on_request(peer.client, kind, values)
+        self._handlers.on_request(peer.client, request)
         return True
 
     def _answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:

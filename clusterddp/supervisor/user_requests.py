@@ -1,24 +1,24 @@
 """Handles a user's requests while the ranks run: a part of ``decide.py``, and pure like it.
 
 A request comes over its own connection (``control_server.py``) and ends with one last answer. A new kind of
-request is a function here, in ``_KINDS``, and an entry in ``protocol.REQUESTS``.
+request is a class in ``messages/requests.py`` and a function here (``accept``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from clusterddp.codec import name_of
 from clusterddp.failures.exclusion import may_exclude
 from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped
 from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
 from clusterddp.hostlist import ranks_in
-from clusterddp.messages import orders
+from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import Saving, Stacks
-from clusterddp.rundir.schemas import is_text
 from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
@@ -32,7 +32,6 @@ from clusterddp.supervisor.attempt_state import (
     Stop,
     Timer,
 )
-from clusterddp.version import __version__
 
 #: How long ranks may take to answer, in seconds. They do so in a separate thread.
 ANSWER_S = 5.0
@@ -42,11 +41,19 @@ _STACKS_PER_S = 800
 
 def accept(state: State, request: Request, now: float) -> Step:
     """A request has come. It is answered at once if it is refused."""
-    kind = _KINDS.get(request.kind)
-    if kind is None:
-        known = ", ".join(_KINDS)
-        return _refuse(state, request, f"this job's clusterddp {__version__} supports {known}, not {request.kind!r}")
-    return kind(state, request, now)
+    match request.what:
+        case requests.Stacks():
+            return _stacks(state, request, now)
+        case requests.Save():
+            return _save(state, request, now)
+        case requests.Stop():  # all ranks stop at their next common boundary, and the run is held
+            return _end(state, request, Stop.HOLD, now)
+        case requests.Requeue(nodes):
+            return _requeue(state, request, nodes, now)
+        case requests.Drain(node):
+            return _drain(state, request, node, now)
+        case requests.Child():
+            return _child(state)
 
 
 def on_answer(state: State, rank: int, answer: Stacks | Saving) -> Step:
@@ -76,7 +83,7 @@ def on_timer(state: State, now: float) -> Step:
     """Handles the requests whose ranks have had enough time, and restarts the timer for the others."""
     actions: list[Action] = []
     for waiting in [each for each in state.pending.values() if each.until <= now]:
-        state, more = _LATE[waiting.request.kind](state, waiting)
+        state, more = _late(state, waiting)
         actions += more
     return state, [*actions, *_timer(state, now)]
 
@@ -85,7 +92,8 @@ def on_exit(state: State) -> Step:
     """All ranks have exited. Their last reports may be read later, so only the history has the outcome."""
     actions: list[Action] = []
     for waiting in list(state.pending.values()):
-        answer = _stacks_answer(state, waiting) if waiting.request.kind == "stacks" else {"ended": True}
+        what = waiting.request.what
+        answer = _stacks_answer(state, waiting) if isinstance(what, requests.Stacks) else {"ended": True}
         state, more = _finish(state, waiting.request, answer)
         actions += more
     return state, actions
@@ -126,8 +134,8 @@ def _stacks_finish(state: State, waiting: Pending) -> Step:
 def _wanted(state: State, request: Request) -> frozenset[int]:
     """The ranks that the user named. ValueError if there are others."""
     every = frozenset(range(state.job.world_size))
-    named = request.values.get("ranks")
-    wanted = every if named is None else frozenset(ranks_in(str(named)))
+    named = request.what.ranks if isinstance(request.what, requests.Stacks) else None
+    wanted = every if named is None else frozenset(ranks_in(named))
     if more := wanted - every:
         raise ValueError(f"there is no rank {min(more)} in this run. Expected 0 to {max(every)}")
     return wanted
@@ -169,7 +177,7 @@ def _on_saving(state: State, waiting: Pending, answer: Saving) -> Step:
 
 
 def _saves(state: State) -> list[Pending]:
-    return [waiting for waiting in state.pending.values() if waiting.request.kind == "save"]
+    return [waiting for waiting in state.pending.values() if isinstance(waiting.request.what, requests.Save)]
 
 
 def _save_late(state: State, waiting: Pending) -> Step:
@@ -177,16 +185,8 @@ def _save_late(state: State, waiting: Pending) -> Step:
     return _finish(state, waiting.request, {"refused": f"not saved: {why}"})
 
 
-def _stop(state: State, request: Request, now: float) -> Step:
-    """All ranks stop at their next common boundary, and the run is held."""
-    return _end(state, request, Stop.HOLD, now)
-
-
-def _requeue(state: State, request: Request, now: float) -> Step:
-    """The same, and the run is requeued, or continues in a new job without some nodes if they are given."""
-    nodes = request.values.get("nodes", [])
-    if not (isinstance(nodes, list) and all(map(is_text, nodes))):
-        return _refuse(state, request, f"nodes: expected a list of names, got {nodes!r}")
+def _requeue(state: State, request: Request, nodes: Sequence[str], now: float) -> Step:
+    """All ranks stop, and the run is requeued, or continues in a new job without some nodes if they are given."""
     if not state.restartable:
         instead = "To save and stop the run, use `clusterddp stop RUN`"
         return _refuse(state, request, f"not requeued: Slurm cannot requeue your own allocation. {instead}")
@@ -195,7 +195,7 @@ def _requeue(state: State, request: Request, now: float) -> Step:
     return _end(state, request, Stop.REQUEUE, now, nodes)
 
 
-def _drain(state: State, request: Request, now: float) -> Step:
+def _drain(state: State, request: Request, node: str, now: float) -> Step:
     """All ranks stop, and the run continues in this job without a node: on a spare one, or on fewer nodes.
 
     Refused if no rank runs on the node, if the run already stops for another reason, or without a place to continue.
@@ -206,9 +206,6 @@ def _drain(state: State, request: Request, now: float) -> Step:
     and ``launcher.srun_command`` passes the nodes as ``--nodelist``. If too few nodes answer by then, a new job
     continues the run. ``clusterddp drain`` prints the event that ended the attempt.
     """
-    node = request.values.get("node")
-    if not is_text(node):
-        return _refuse(state, request, f"node {node!r}: expected a name")
     if node not in state.placement.nodes:
         return _refuse(state, request, f"not drained: no rank runs on {node}, only on {', '.join(state.nodes)}")
     if state.wanted not in (None, Stop.DRAIN):
@@ -227,14 +224,15 @@ def _drain(state: State, request: Request, now: float) -> Step:
 def _end(state: State, request: Request, wanted: Stop, now: float, nodes: Sequence[str] = ()) -> Step:
     """``decide.py`` then asks the ranks to stop, unless they are already stopping for a different reason."""
     again = state.wanted is wanted and (not nodes or wanted is Stop.DRAIN)
-    named = {"nodes": nodes} if nodes else {}
-    record: list[Action] = [] if again else [Record("requested", {"request": request.kind, **named})]
+    named = {"nodes": list(nodes)} if nodes else {}
+    kind = name_of(type(request.what))
+    record: list[Action] = [] if again else [Record("requested", {"request": kind, **named})]
     news = Answer(request.client, {"news": "all ranks stop after their current step"}, last=False)
     state = _keep(replace(state, wanted=wanted), Pending(request, until=now + ANSWER_S))
     return state, [*record, news, *_timer(state, now)]
 
 
-def _child(state: State, _request: Request, _now: float) -> Step:
+def _child(state: State) -> Step:
     """A process that a rank has started reports itself, without waiting for an answer. Only the first is recorded."""
     if "child" in state.reported:
         return state, []
@@ -252,20 +250,15 @@ def _stop_late(state: State, waiting: Pending) -> Step:
     return state, [Answer(waiting.request.client, {"news": text}, last=False)]
 
 
-_KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
-    "stacks": _stacks,
-    "save": _save,
-    "stop": _stop,
-    "requeue": _requeue,
-    "drain": _drain,
-    "child": _child,
-}
-#: What follows if ranks do not answer in time.
-_LATE: Mapping[str, Callable[[State, Pending], Step]] = {
-    "stacks": _stacks_finish,
-    "save": _save_late,
-    **dict.fromkeys(("stop", "requeue", "drain"), _stop_late),
-}
+def _late(state: State, waiting: Pending) -> Step:
+    """Ranks did not answer in time."""
+    match waiting.request.what:
+        case requests.Stacks():
+            return _stacks_finish(state, waiting)
+        case requests.Save():
+            return _save_late(state, waiting)
+        case _:
+            return _stop_late(state, waiting)
 
 
 # --- what they share

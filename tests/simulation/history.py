@@ -16,6 +16,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import exclusion, node_memory
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Done, Job, Limits, Resume, Timeouts, Watchdog
+from clusterddp.messages import requests
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, waiting
 from clusterddp.slurm import commands, queue
@@ -677,7 +678,7 @@ def _requeue_command(history: History, draw: random.Random) -> None:
     def work() -> int:
         if history.run.outcome() is None and request_client.waiting_job(history.run):
             return 0
-        attempt, _ = request_client.request(history.run, "requeue")
+        attempt, _ = request_client.request(history.run, requests.Requeue())
         return int(request_client.await_end(history.run, attempt).name == "stopped")
 
     history.user("requeue", work)

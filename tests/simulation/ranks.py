@@ -25,6 +25,7 @@ from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.messages.orders import Commit, CountSteps, Leave, Order, Save, Stop
+from clusterddp.messages.requests import UserRequest
 from clusterddp.protocol import CHECKPOINT, COMMITTED
 from clusterddp.rundir.control_address import Address
 from clusterddp.rundir.run_directory import RunDirectory
@@ -145,7 +146,7 @@ class Cluster:
             world.sleep(CONNECT_S)
         return silent
 
-    def ask(self, address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def ask(self, address: Address, host: str, asked: UserRequest) -> Iterator[dict[str, Any]]:
         """A user's request to a supervisor, as ``runs/request_client.py`` sends it."""
         world = self.world
         if not self.reaches(world.process.node, host):
@@ -157,7 +158,7 @@ class Cluster:
         if server is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         answers = SimpleQueue(world)
-        server.request(next(self._clients), kind, values, lambda *answer: answers.put(answer))
+        server.request(next(self._clients), asked, lambda *answer: answers.put(answer))
         last = False
         while not last:
             try:
@@ -231,10 +232,10 @@ class Server:
         """Whether the supervisor listens."""
         return self.process.alive and not self._closed
 
-    def request(self, client: int, kind: str, values: Mapping[str, Any], answer: Callable[..., Any]) -> None:
+    def request(self, client: int, asked: UserRequest, answer: Callable[..., Any]) -> None:
         """A request of the user."""
         self._clients[client] = answer
-        self._handlers.on_request(client, kind, values)
+        self._handlers.on_request(client, asked)
 
     def join(self, rank: Rank) -> bool:
         """A rank's first message."""

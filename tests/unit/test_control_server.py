@@ -200,3 +200,28 @@ def test_an_error_in_what_handles_a_report_is_no_malformed_report() -> None:
     assert channel is not None
     channel.close()
     server.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"request": "dance"},
+        {"request": None},
+        {"request": "requeue", "values": {"nodes": "n1"}},
+        {"request": "drain", "values": {}},
+        {"request": "drain", "values": {"node": ["n1"]}},
+        {"request": "stacks", "values": {"ranks": 3}},
+        {"request": "save", "values": [1]},
+    ],
+)
+def test_a_request_of_an_unexpected_form_is_refused_with_a_reason(request_: dict[str, object]) -> None:
+    """An older supervisor, too, says that it does not know what a newer command asks for."""
+    asked: queue.SimpleQueue[object] = queue.SimpleQueue()
+    take = Handlers(lambda *_: None, on_request=lambda *request: asked.put(request))
+    server = ControlServer(TOKEN, take, host="127.0.0.1", ranks=2)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection, connection.makefile("rb") as lines:
+        connection.settimeout(WAIT_S)
+        send_line(connection, {"token": TOKEN, **request_})
+        assert json.loads(lines.readline()).keys() == {"refused"} and lines.readline() == b""
+    server.close()
+    assert asked.empty()

@@ -12,7 +12,7 @@ import pytest
 from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
-from clusterddp.messages import orders
+from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import End
 from clusterddp.supervisor.attempt_state import (
     ASK_AGAIN_S,
@@ -337,7 +337,7 @@ def test_a_failed_rank_that_is_dismissed_while_it_exits_stays_the_one_that_faile
 
 def test_a_rank_that_joins_late_gets_a_signal_if_rank_0_stopped_before_it_joined() -> None:
     """It waits for rank 0's address, and the job held its nodes until the time limit."""
-    state, _ = step(State(JOB, NodeNames(("n1", "n2")), abandon_s=5.0), Request(1, "requeue", {}), NOW)
+    state, _ = step(State(JOB, NodeNames(("n1", "n2")), abandon_s=5.0), Request(1, requests.Requeue()), NOW)
     assert actions(state, reported(1, "joined", {"host": "n2"})) == [Do.NOTIFY_RANKS]
 
 
@@ -470,7 +470,7 @@ def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
     notice: Notice, word: str, waits: bool
 ) -> None:
     """They have no deadline yet: a long step would run into the KILL."""
-    held = after(Request(1, "stop"), reported(0, "notified", {"reason": "clusterddp stop"}))
+    held = after(Request(1, requests.Stop()), reported(0, "notified", {"reason": "clusterddp stop"}))
     state, todo = step(held, notice, NOW)
     if waits:  # its TERM may be on its way
         state, todo = step(state, Timer.LOOK, NOW)
@@ -483,7 +483,7 @@ def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
 
 def test_the_controller_is_asked_at_the_first_signal_also_of_ranks_that_are_stopping_already() -> None:
     """Only it can tell a preemption from a signal of somebody else."""
-    held = after(Request(1, "stop"), reported(0, "notified", {"reason": "clusterddp stop"}))
+    held = after(Request(1, requests.Stop()), reported(0, "notified", {"reason": "clusterddp stop"}))
     for state in (after(), held):
         told, todo = step(state, TOLD, NOW)
         assert Do.ASK_CONTROLLER in todo

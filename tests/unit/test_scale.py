@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
+from clusterddp.messages import requests
 from clusterddp.messages.reports import End
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
@@ -87,7 +88,7 @@ def stacks(rank: int, place: str = "all_reduce") -> RankEvent:
 
 END = {"host": "n1", "end": "stopped", "step": 7}
 BEAT = {"count": 7, "step": 6, "age_s": 0.0}
-ASK = Request(1, "stacks", {"ranks": None})
+ASK = Request(1, requests.Stacks())
 PER_RANK: dict[str, tuple[list[Event], Callable[[int], Event]]] = {
     "hello": ([], lambda rank: reported(rank, "joined", {"host": "n1"})),
     "heartbeat": ([], lambda rank: reported(rank, "alive", BEAT)),

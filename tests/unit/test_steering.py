@@ -24,6 +24,7 @@ from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, U
 from clusterddp.failures.stack_traces import stacks
 from clusterddp.history.words import BY_SLURM, RUN_ENDS
 from clusterddp.jobdef.job import Job
+from clusterddp.messages import requests
 from clusterddp.messages.orders import Order, SendStacks
 from clusterddp.rundir.control_address import Address, read_address, write_address
 from clusterddp.rundir.files import write_json
@@ -52,15 +53,16 @@ class Server:
     """A server whose requests a test can take."""
 
     def __init__(self) -> None:
-        self.requests: queue.Queue[tuple[int, str, dict[str, Any]]] = queue.Queue()
-        take = lambda number, kind, values: self.requests.put((number, kind, dict(values)))  # noqa: E731
+        self.requests: queue.Queue[tuple[int, requests.UserRequest]] = queue.Queue()
+        take = lambda number, request: self.requests.put((number, request))  # noqa: E731
         self.server = ControlServer(TOKEN, Handlers(lambda *_: None, on_request=take), host="127.0.0.1")
         self.address = Address("127.0.0.1", self.server.port, TOKEN)
 
-    def ask(self, kind: str = "save", **values: Any) -> queue.Queue[list[dict[str, Any]]]:
+    def ask(self, request: requests.UserRequest | None = None) -> queue.Queue[list[dict[str, Any]]]:
         """Asks in a thread; the answers are in the queue once there are all."""
         heard: queue.Queue[list[dict[str, Any]]] = queue.Queue()
-        threading.Thread(target=lambda: heard.put(list(ask(self.address, "127.0.0.1", kind, values)))).start()
+        asked = request or requests.Save()
+        threading.Thread(target=lambda: heard.put(list(ask(self.address, "127.0.0.1", asked)))).start()
         return heard
 
 
@@ -73,9 +75,9 @@ def server() -> Iterator[Server]:
 
 def test_a_request_gets_news_and_one_last_answer_of_any_length(server: Server) -> None:
     """Such as the stacks of a thousand ranks in as many places."""
-    heard = server.ask("stacks", ranks="0")
-    number, kind, values = server.requests.get(timeout=10)
-    assert (kind, values) == ("stacks", {"ranks": "0"})
+    heard = server.ask(requests.Stacks("0"))
+    number, request = server.requests.get(timeout=10)
+    assert request == requests.Stacks("0")
     server.server.answer(number, {"news": "wait"}, last=False)
     server.server.answer(number, {"stacks": "x" * 20_000_000}, last=True)
     news, answer = heard.get(timeout=20)
@@ -84,14 +86,14 @@ def test_a_request_gets_news_and_one_last_answer_of_any_length(server: Server) -
 
 def test_a_request_without_the_token_is_no_request(server: Server) -> None:
     stranger = Address("127.0.0.1", server.server.port, "another's")
-    assert list(ask(stranger, "127.0.0.1", "stop", {})) == []
+    assert list(ask(stranger, "127.0.0.1", requests.Stop())) == []
     assert server.requests.empty()
 
 
 def test_a_user_who_does_not_wait_for_the_answer_is_forgotten(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
         connection.sendall(json.dumps({"token": TOKEN, "request": "save"}).encode() + b"\n")
-        number, _, _ = server.requests.get(timeout=10)
+        number, _ = server.requests.get(timeout=10)
     wait_until(lambda: not server.server._clients, "the connection to be dropped")
     server.server.answer(number, {"checkpoint": 7}, last=True)
     heard = server.ask()
@@ -490,9 +492,9 @@ def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
     """It reads the token itself: command lines are visible to everyone."""
     in_a_job('printf "%s " "$@" > $(dirname $0)/given; while [[ $1 == --* ]]; do shift; done; exec "$@"')
     heard: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=lambda: heard.put(request_client.request(run, "stacks", ranks="0"))).start()
-    number, kind, values = server.requests.get(timeout=20)
-    assert (kind, values) == ("stacks", {"ranks": "0"})
+    threading.Thread(target=lambda: heard.put(request_client.request(run, requests.Stacks("0")))).start()
+    number, request = server.requests.get(timeout=20)
+    assert request == requests.Stacks("0")
     server.server.answer(number, {"news": "wait"}, last=False)
     server.server.answer(number, {"stacks": []}, last=True)
     assert heard.get(timeout=10) == (0, {"stacks": []})
@@ -503,18 +505,18 @@ def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
 def test_where_neither_way_works_both_reasons_are_given(run: RunDirectory, in_a_job: Callable[[str], None]) -> None:
     in_a_job("echo 'srun: error: Job is completing' >&2; exit 1")
     with raises(RunDirectoryError):
-        request_client.request(run, "save")
+        request_client.request(run, requests.Save())
 
 
 def test_a_step_that_finds_no_supervisor_says_so(run: RunDirectory) -> None:
     """In the place of a traceback, which the command quotes."""
     run.create_attempt()
     with raises(RunDirectoryError):
-        relay(str(run), 0, "save", "{}")
+        relay(str(run), 0, '{"request": "save"}')
     with socket.create_server(("127.0.0.1", 0)) as closed:
         write_address(run, 0, Address("n1", closed.getsockname()[1], TOKEN))
     with raises(RunDirectoryError):
-        relay(str(run), 0, "save", "{}")
+        relay(str(run), 0, '{"request": "save"}')
 
 
 def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(
@@ -525,6 +527,6 @@ def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(
     fake_slurm |= dict.fromkeys(fake_slurm, SlurmUnavailable("Unable to contact slurm controller"))
     write_address(run, 0, Address("127.0.0.1", server.server.port, TOKEN, "41"))
     heard: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=lambda: heard.put(request_client.request(run, "save"))).start()
+    threading.Thread(target=lambda: heard.put(request_client.request(run, requests.Save()))).start()
     server.server.answer(server.requests.get(timeout=20)[0], {"checkpoint": 7}, last=True)
     assert heard.get(timeout=10) == (0, {"checkpoint": 7})

@@ -13,7 +13,7 @@ from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.history.codec import sentence
 from clusterddp.hostlist import ranges, ranks_in
-from clusterddp.messages import orders
+from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import Stacks
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
@@ -45,9 +45,10 @@ from tests.unit.test_decide import FAILED, NOW, after
 from tests.wording import raises
 
 PREEMPTED = Notice(None, Stop.PREEMPTION)
-SAVE, STOP, REQUEUE = (Request(number, kind) for number, kind in enumerate(("save", "stop", "requeue"), start=1))
+SAVE, STOP = Request(1, requests.Save()), Request(2, requests.Stop())
+REQUEUE = Request(3, requests.Requeue())
 NO_RUN = "there is no run to save. The script has not called ctx.run() yet, or writes its own checkpoints"
-WAITING_FOR_TWO = [Request(7, "stacks", {"ranks": None})]
+WAITING_FOR_TWO = [Request(7, requests.Stacks())]
 
 
 def done(state: State, event: Event, now: float = NOW) -> list[Action]:
@@ -89,7 +90,7 @@ def test_the_stacks_of_all_ranks_are_answered_together_once_the_last_has_come() 
 
 
 def test_only_the_named_ranks_are_asked() -> None:
-    [order, timer] = done(after(), Request(7, "stacks", {"ranks": "1"}))
+    [order, timer] = done(after(), Request(7, requests.Stacks("1")))
     assert order == Broadcast(orders.SendStacks(7), frozenset((1,)))
     assert timer == StartTimer(Timer.ANSWER, ANSWER_S)
 
@@ -117,17 +118,14 @@ def test_a_late_answer_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "why"),
+    ("ranks", "why"),
     [
-        ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run. Expected 0 to 1"),
-        ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
-        ("dance", {}, "supports stacks, save, stop, requeue, drain, child, not 'dance'"),
-        ("requeue", {"nodes": "n1"}, "nodes: expected a list of names, got 'n1'"),
+        ("1-2", "there is no rank 2 in this run. Expected 0 to 1"),
+        ("one", "'one' is neither a rank nor a range"),
     ],
 )
-def test_an_impossible_request_is_refused_at_once(kind: str, values: dict[str, Any], why: str) -> None:
-    """An older supervisor, too, says that it does not know what a newer command asks for."""
-    [refusal] = answers(done(after(), Request(7, kind, values)), 7)
+def test_an_impossible_request_is_refused_at_once(ranks: str, why: str) -> None:
+    [refusal] = answers(done(after(), Request(7, requests.Stacks(ranks))), 7)
     assert why in refusal["refused"]
 
 
@@ -248,8 +246,8 @@ SPARES = dataclasses.replace(TWO_RANKS, nodes=2, gpus_per_node=1, spare_nodes=1)
 PLACED = State(SPARES, ("n1", "n2"), placement=Placement(("n1", "n2", "n3"), ("n1", "n2")))
 
 
-def drain(node: object) -> Request:
-    return Request(3, "drain", {"node": node})
+def drain(node: str) -> Request:
+    return Request(3, requests.Drain(node))
 
 
 def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None:
@@ -267,7 +265,6 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
 @pytest.mark.parametrize(
     ("node", "events", "state", "why"),
     [
-        (7, [], PLACED, "node 7: expected a name"),
         ("n3", [], PLACED, "not drained: no rank runs on n3, only on n1, n2"),
         ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp stop`"),
         (
@@ -293,7 +290,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
         ),
     ],
 )
-def test_a_drain_that_is_not_possible_is_refused(node: object, events: list[Event], state: State, why: str) -> None:
+def test_a_drain_that_is_not_possible_is_refused(node: str, events: list[Event], state: State, why: str) -> None:
     [refusal] = answers(done(after(*events, state=state), drain(node)), 3)
     assert refusal["refused"] == why
 
@@ -364,7 +361,7 @@ def test_a_requeue_without_some_nodes_is_a_new_job(run: RunDirectory) -> None:
     """Later ones exclude them as well, and may still exclude nodes that fail."""
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2", "n3"]
-    _, events = ended(run, controller, Request(3, "requeue", {"nodes": ["n2"]}))
+    _, events = ended(run, controller, Request(3, requests.Requeue(("n2",))))
     assert controller.asked == ["resubmit n2"]
     assert "without n2" in (sentence(event_of(events[0])) or "")
     now = events[-1]["time"]
