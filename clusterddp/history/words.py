@@ -12,8 +12,6 @@ BY_SLURM = "requeued by Slurm"
 RUN_ENDS = ("completed", "failed", "cancelled")
 #: After these an attempt has no ranks.
 ATTEMPT_ENDS = ("restarted", "requeued", "resubmitted", "stopped", *RUN_ENDS)
-#: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
-WITHOUT_RANKS = frozenset(("submitted", "forked", *RUN_ENDS))
 #: What rank 0 can be doing outside of saves: ``report/booking.py`` books the time by it.
 PHASES: Mapping[str, str] = {
     "importing": "the script's imports, and all else that it does before its loop, such as building the model",

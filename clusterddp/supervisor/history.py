@@ -19,7 +19,6 @@ from typing import Any
 from clusterddp.history.beginnings import Training
 from clusterddp.history.codec import decode, sentence
 from clusterddp.history.event import Event
-from clusterddp.history.view import RunView
 from clusterddp.jobdef.masking import masked
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, write_json
@@ -47,9 +46,8 @@ class History:
         #: Gets every event that is added.
         self.listener: Callable[[Event], None] = lambda _: None
         drop_torn_line(run.events_file)
-        #: All events of the run, oldest first, with those that a full disk has not taken yet.
-        self.events = run.events()
-        self.view = RunView(map(decode, self.events))
+        #: The run's history, with the events that a full disk has not taken yet.
+        self.view = run.history()
 
     def add(self, event: str, at: float | None = None, /, **values: Any) -> None:
         """Appends one event, unless the history was closed. ``at``: when it happened, in unix seconds. Now if None."""
@@ -64,15 +62,13 @@ class History:
         self.newest_step = highest([self.newest_step, values.get("step")])
         if event == "checkpoint":
             self.newest_checkpoint = values["step"]
-        self.events.append(line)
         added = decode(line)
         self.view.add(added)
         self.pending.append(line)
         self._try_to_write()
         self.listener(added)
-        if self._printed and (
-            words := sentence(added)
-        ):  # a local run's terminal shows the events in the file, and our stderr
+        words = sentence(added)
+        if self._printed and words:  # a local run's terminal shows the events in the file, and our stderr
             print(words, file=sys.stderr if self.pending else sys.stdout, flush=True)
 
     def _presentable(self, values: Mapping[str, Any]) -> dict[str, Any]:

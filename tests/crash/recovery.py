@@ -133,7 +133,9 @@ def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised)
         if found is not None:
             _check_content(found[0], step)
         saver.record_resume(parent)
-        History(run, number).add("resumed", step=step, parent=parent and parent[0])
+        History(run, number).add(
+            "resumed", step=step, parent={"attempt": parent[0], "step": parent[1]} if parent else {}
+        )
         _check_metrics(run, step)
         following = step + STEPS_PER_SAVE
         for at in range(step, following):

@@ -119,7 +119,7 @@ class Story:
         lease.take(self._run, number, me)
         self.promise(pending=None, holder=me)
         history = History(self._run, number)
-        self._event(history, "started", job=me["job"])
+        self._event(history, "started", job=me["job"], nodes="n1", ranks=1, code={}, changed=[])
         self._train(number, history)
         state = "failed" if number < max(ATTEMPTS) else "completed"
         written = history.conclude(state, "the story says so")
@@ -133,7 +133,7 @@ class Story:
             heard.append(event)
             if event == "checkpoint":
                 self.promise(saved=values["step"])
-                values = {"step": values["step"], "durable_s": 0.0}
+                values = {"step": values["step"], "blocked_s": 0.0, "durable_s": 0.0, "bytes": 1}
             elif event == "checkpoint_failed":
                 self.promise(not_saved=values["step"], reason=values["reason"])
                 if self._once:
@@ -147,7 +147,8 @@ class Story:
         saver.record_resume(parent)
         self.promise(resumed=number)
         first = parent[1] if parent else 0
-        self._event(history, "resumed", step=first, parent=parent and parent[0])
+        of = {"attempt": parent[0], "step": parent[1]} if parent else {}
+        self._event(history, "resumed", step=first, parent=of)
         saver.prepare(lambda: content(first))
         for step in range(first, first + saves * STEPS_PER_SAVE):
             saver.log(step, Logged(values(step)))

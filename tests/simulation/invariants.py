@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import TIMED_OUT, WAITED
-from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.rundir import json_lines, schemas
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
@@ -27,6 +27,8 @@ from tests.simulation.world import EPOCH, Process
 if TYPE_CHECKING:
     from tests.simulation.history import History
 
+#: Events of attempts that never started their ranks.
+_WITHOUT_RANKS = ("submitted", "forked", *RUN_ENDS)
 #: Between two looks at what lasts, in simulated seconds.
 LOOK_S = 5.0
 #: How long two attempts may train at a time where all of it can be seen, and a job may hold nodes without ranks.
@@ -761,7 +763,7 @@ class Invariants:
             stood = attempt and self._stood_still(attempt.supervisor) and at < attempt.supervisor.stopped_until + 1
             if event["event"] in RUN_ENDS and self._is_late(event["attempt"], at) and not stood:
                 self._violated("I7", f"attempt {event['attempt']} ends the run, and has long been superseded")
-        started = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
+        started = {event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS}
         ended = {event["attempt"] for event in events if event["event"] in ATTEMPT_ENDS}
         newest = max(started | {event["attempt"] for event in events if event["event"] in RUN_ENDS}, default=-1)
         for attempt in self.attempts.values():

@@ -39,6 +39,16 @@ def test_an_attempt_that_was_only_submitted_has_no_ranks() -> None:
     assert history.is_superseded(1) and not history.is_superseded(2)
 
 
+def test_attempts_between_the_ends_of_a_history_are_counted_by_their_numbers() -> None:
+    """Apart from the attempt that a fork begins with."""
+    ends = [LINES[1], {"time": 90.0, "attempt": 8, "event": "started"}]
+    forked = {"time": 0.0, "attempt": 0, "event": "forked", "step": 4}
+    assert view(ends).attempts_made == 2
+    assert RunView(view(ends), partial=True).attempts_made == 9
+    assert RunView(view([forked, *ends[1:]]), partial=True).attempts_made == 8
+    assert RunView(view(LINES[:1]), partial=True).attempts_made == 0
+
+
 def test_a_history_that_grows_is_as_one_that_is_read_at_once() -> None:
     grown = RunView()
     for event in view(LINES):
