@@ -83,7 +83,7 @@ class ProgressLines:
 
     def line(self) -> str | None:
         """The line, if the loop runs and has completed a step since the last line."""
-        loop = rank_exit.loop
+        loop = rank_exit.training.loop
         if loop is None or loop.left_at is not None:
             return None
         found = recent(self._metrics)
@@ -157,7 +157,7 @@ def init(
     collect_as_usual()
     devices.settle_vector_functions()
     _current = Context(read)
-    script_loop.of_context = _current._script_loop
+    script_loop.begin_context(_current._script_loop)
     return _current
 
 
@@ -512,7 +512,7 @@ class Context(Loaders):
     def _close_at_exit(self) -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
         failed = getattr(sys, "last_value", None) is not None
-        self._close(clean=not failed and not rank_exit.exited_in_loop, restore_handlers=False)
+        self._close(clean=not failed and not rank_exit.training.exited_in_loop, restore_handlers=False)
 
     def _close(self, *, clean: bool, restore_handlers: bool) -> None:
         """Closes everything. Waits only if ``clean``, because other ranks may be stuck in a collective."""

@@ -202,7 +202,7 @@ class Run:
             if self._left_unsaved:  # the script left the loop in its last step
                 self._complete()
             return
-        rank_exit.loop = loop = rank_exit.Loop(lambda: self.step, total)
+        rank_exit.training.loop = loop = rank_exit.Loop(lambda: self.step, total)
         self._heartbeat.begin()
         self._enter("training" if self._made else "first_step")
         if not self._made:
@@ -554,7 +554,7 @@ class Run:
         self._report("progress", step=self.step, steps=self.step)
         self._enter("after_loop")
         self._done, self._left_unsaved = True, False
-        rank_exit.complete_loop()
+        rank_exit.training.complete_loop()
 
     def _report_forgotten(self, names: list[str]) -> None:
         if names and self._group.rank == 0:

@@ -148,7 +148,7 @@ class ScriptLoop:
         """See ``stop_requested`` below."""
         stop = self._end_step() if self.run is None else self.run.at_boundary()
         if stop:
-            rank_exit.told_to_stop = self._agreement.reason or ""
+            rank_exit.training.stop_reason = self._agreement.reason or ""
         return stop
 
     def _end_step(self) -> bool:
@@ -195,10 +195,14 @@ class ScriptLoop:
         return int(self._store.get(_ITEMS_DONE))
 
 
-#: That of this process's context, if ``clusterddp.init()`` was called.
-of_context: ScriptLoop | None = None
-#: That of a process without a context.
-_own: ScriptLoop | None = None
+class _ThisProcess:
+    """The loop of this process: that of its context, once ``clusterddp.init()`` was called, or its own without one."""
+
+    of_context: ScriptLoop | None = None
+    own: ScriptLoop | None = None
+
+
+_this = _ThisProcess()
 _epoch = EpochItems()
 #: Key of the attempt's store.
 _ITEMS_DONE = "epoch/items_done"
@@ -299,12 +303,12 @@ class ItemsToDo(Iterable[Item]):
 
 
 def _is_rank() -> bool:
-    return of_context is not None or control_channel.supervised()
+    return _this.of_context is not None or control_channel.supervised()
 
 
 def _loop() -> ScriptLoop | None:
     """That of this process, begun at the first call. None in a process that is no rank."""
-    return of_context or _own or (_begin() if _is_rank() else None)
+    return _this.of_context or _this.own or (_begin() if _is_rank() else None)
 
 
 @functools.cache
@@ -315,14 +319,18 @@ def _tell_if_started_by_a_rank() -> None:
         control_channel.tell_of_child(os.environ)
 
 
+def begin_context(loop: ScriptLoop) -> None:
+    """A context begins. Its loop is that of this process from now on."""
+    _this.of_context = loop
+
+
 def began() -> bool:
     """Whether this process has a loop without a context."""
-    return _own is not None
+    return _this.own is not None
 
 
 def _begin() -> ScriptLoop:
     """Connects this rank with the others, as ``clusterddp.init()`` does, but for the process group."""
-    global _own
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "clusterddp.stop_requested() must be called in the main thread, because it installs signal handlers"
@@ -336,7 +344,7 @@ def _begin() -> ScriptLoop:
     shield_workers()
     steps = script_steps.current()
     steps.by_calls()
-    loop = _own = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
+    loop = _this.own = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
 
     def close() -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
@@ -360,8 +368,7 @@ def _tell_of_handlers() -> None:
 
 def _forget_in_child() -> None:
     """A forked child is no rank."""
-    global of_context, _own
-    of_context = _own = None
+    _this.of_context = _this.own = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -155,8 +155,8 @@ def main() -> None:
         control_channel.report("phase", phase="importing")
         resume_watch.begin(os.environ)
     values, code = run_script(command)
-    if rank_exit.loop is not None:  # the script's loop ended early, at this step
-        values = {"step": rank_exit.loop.step(), **values}
+    if rank_exit.training.loop is not None:  # the script's loop ended early, at this step
+        values = {"step": rank_exit.training.loop.step(), **values}
     if os.getpid() != process:
         rank_exit.finish_child(code)
     is_done = values["end"] == "done"
@@ -431,21 +431,21 @@ def _done() -> tuple[dict[str, Any], int]:
     if Stopped.latest is not None:
         say("the script caught clusterddp.Stopped. The run is stopped, not completed. Let this exception propagate")
         return _stopped(Stopped.latest)
-    if rank_exit.told_to_stop is not None:
+    if rank_exit.training.stop_reason is not None:
         say("the script exited without requeue() after stop_requested() was true. The run is stopped, not completed")
-        return {"end": "stopped", "reason": rank_exit.told_to_stop}, 0
+        return {"end": "stopped", "reason": rank_exit.training.stop_reason}, 0
     if _terminated:
         return {"end": "stopped", "reason": f"exited with code 0 after {_terminated}"}, 0
     if signals.of_script is not None and signals.of_script.delivered:
         return {"end": "stopped", "reason": f"exited with code 0 after {signals.of_script.number.name}"}, 0
-    return {"end": "done", "left_loop": rank_exit.loop is not None}, 0
+    return {"end": "done", "left_loop": rank_exit.training.loop is not None}, 0
 
 
 def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
     if leaving.code is None or leaving.code == 0:
-        loop = rank_exit.loop
+        loop = rank_exit.training.loop
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
-            rank_exit.exited_in_loop = True
+            rank_exit.training.exited_in_loop = True
             where = f"exited with code 0 inside its training loop, after step {loop.step()} of {loop.steps}"
             remedy = "To end training early, use run.finish() or break"
             say(f"the script {where}. The run does not count as completed. {remedy}")
@@ -628,6 +628,6 @@ def use_interface(address: str) -> None:
 def _forget_in_child() -> None:
     """A forked child is no rank. One from before ``clusterddp.init()`` does not inherit that USR2 is blocked."""
     Stopped.on_raised = Stopped.latest = None
-    rank_exit.complete_loop()
+    rank_exit.training.complete_loop()
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

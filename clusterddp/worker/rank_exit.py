@@ -72,18 +72,23 @@ class Loop:
         return self.left_at is None or self.left_at in places
 
 
-#: The newest loop, from its begin until it is complete.
-loop: Loop | None = None
-#: The reason, once ``stop_requested()`` has returned True in a script's own loop, until a loop is complete.
-told_to_stop: str | None = None
-#: The script exited in its loop. Other ranks may wait in a collective for this one, which must not wait for them.
-exited_in_loop = False
+class Training:
+    """How far the training loops of this process are."""
+
+    #: The newest loop, from its begin until it is complete.
+    loop: Loop | None = None
+    #: The reason, once ``stop_requested()`` has returned True in a script's own loop, until a loop is complete.
+    stop_reason: str | None = None
+    #: The script exited in its loop. Other ranks may wait in a collective for this one, which must not wait for them.
+    exited_in_loop = False
+
+    def complete_loop(self) -> None:
+        """All steps of the loop are done."""
+        self.loop = self.stop_reason = None
 
 
-def complete_loop() -> None:
-    """All steps of the loop are done."""
-    global loop, told_to_stop
-    loop = told_to_stop = None
+#: This process's.
+training = Training()
 
 
 #: Seconds from the end of the script to the end of the process, for threads, children and exit handlers.

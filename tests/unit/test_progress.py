@@ -48,7 +48,7 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProgressL
     """Of attempt 1, in a loop of 100 steps of which 10 are done."""
     path = tmp_path / "metrics.jsonl"
     write_lines(path, steps(range(10), 1, loss=0.5))
-    monkeypatch.setattr(rank_exit, "loop", rank_exit.Loop(lambda: 10, 100))
+    monkeypatch.setattr(rank_exit.training, "loop", rank_exit.Loop(lambda: 10, 100))
     lines = ProgressLines(path, 1, 3600.0)
     yield lines
     lines.close()
@@ -65,7 +65,7 @@ def test_rank_0_prints_a_line_only_after_new_steps_of_its_loop(
     write_lines(tmp_path / "metrics.jsonl", steps(range(12), 0))
     assert lines.line() is None
     write_lines(tmp_path / "metrics.jsonl", steps(range(13), 1))
-    monkeypatch.setattr(rank_exit, "loop", None)
+    monkeypatch.setattr(rank_exit.training, "loop", None)
     assert lines.line() is None
 
 
