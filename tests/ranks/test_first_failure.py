@@ -185,9 +185,8 @@ def test_a_rank_that_is_told_to_exit_reports_where_it_was(monkeypatch: pytest.Mo
 def test_an_exception_is_recorded_and_shown_whether_or_not_the_scripts_hook_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, now in {"excepthook": sys.excepthook, "argv": sys.argv, "path": [*sys.path]}.items():
+        monkeypatch.setattr(sys, name, now)  # to be restored
     script = tmp_path / "hooked.py"
     script.write_text("import sys\nsys.excepthook = lambda *_: 1 // 0\nraise ValueError('the data ends here')\n")
     end, code = rank.run_script([str(script)])

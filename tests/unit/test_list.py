@@ -38,6 +38,9 @@ QUEUE = """\
 BEGUN = [event("progress", step=0, steps=400, rank=0), event("training", step=0)]
 
 
+clock = [0.0]
+
+
 @pytest.fixture
 def runs(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Six runs in all kinds of states, with squeue's answer about three jobs."""
@@ -55,7 +58,8 @@ def runs(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch)
     recorded_run(folder / "failed", [started(job="8"), *BEGUN, requeued, started(1, job="8")], outcome=ended)
     recorded_run(folder / "stopped", [started(job="7")], holder=of_job("7"), metrics=steps([0], loss=float("nan")))
     fake_slurm["squeue"] = QUEUE
-    monkeypatch.setattr(time, "time", lambda: BEGAN + 60)
+    clock[0] = BEGAN + 60
+    monkeypatch.setattr(time, "time", lambda: clock[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     return folder
@@ -218,15 +222,13 @@ def test_status_names_the_checkpoint_of_a_script_that_saves_by_itself(
     assert f"saved     {runs}/own/out/b.pt, 10 s ago\n" in said(capsys, "status", "runs/both")
 
 
-def test_a_run_without_new_steps_has_no_time_left(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_new_steps_has_no_time_left(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its last step was 14 minutes ago: it may hang. A slow run is not meant."""
-    monkeypatch.setattr(time, "time", lambda: BEGAN + 50 + 14 * 60)
+    clock[0] = BEGAN + 50 + 14 * 60
     assert "speed     2/s until 14 min ago, no step since then\n" in said(capsys, "status", "runs/running")
     assert json.loads(said(capsys, "list", "--json", "runs/running"))[0]["left_s"] is None
     recorded_run(runs / "slow", [started(), *BEGUN], holder=of_job(), metrics=steps(range(3), pace_s=600.0))
-    monkeypatch.setattr(time, "time", lambda: BEGAN + 1200 + 5 * 600)
+    clock[0] = BEGAN + 1200 + 5 * 600
     assert "speed     600 s/step, about 2 d 18 h left\n" in said(capsys, "status", "runs/slow")
 
 
