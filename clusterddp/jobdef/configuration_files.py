@@ -25,7 +25,7 @@ from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, NotIn, preset_names
 from clusterddp.jobdef.program import placeholders_in
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged
 from clusterddp.keys.kinds import Wrong, did_you_mean
-from clusterddp.keys.node import Fields, Mistake, Node, Place, raise_mistakes
+from clusterddp.keys.node import Fields, Mistake, Node, Place, PresetSource, raise_mistakes
 from clusterddp.keys.table import Entry, check_keys, read_fields
 from clusterddp.rundir.ownership import why_foreign
 
@@ -278,7 +278,7 @@ def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Field
         expected = "expected a mapping with checkpoint: PATTERN, or the name of a preset"
         mistakes.append(Mistake(named.place, f"resume: {expected}, got {named.quoted}{hint}"))
         return rest
-    root = yaml12.load(preset_text(named.text), f"preset {named.text}")
+    root = yaml12.load(preset_text(named.text), PresetSource(f"preset {named.text}"))
     preset = root.value if isinstance(root.value, dict) else {}
     given = [(index, node) for index, layer in enumerate(rest) if (node := _get(layer, "args")) is not None]
     if given and isinstance(given[-1][1].value, list):

@@ -25,7 +25,7 @@ from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, Placeholders
 from clusterddp.jobdef.masking import MASK, is_secret
 from clusterddp.jobdef.secrets import revealed, without_secrets
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged, node_of
-from clusterddp.keys.node import Fields, Key, Mistake, Node, Place, raise_mistakes
+from clusterddp.keys.node import Fields, Key, Mistake, Node, OptionSource, Place, PresetSource, raise_mistakes
 from clusterddp.keys.table import Entry, Section, collections, read_fields
 from clusterddp.reporter import counted
 from clusterddp.rundir.files import open_binary
@@ -160,10 +160,10 @@ def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
 
 
 def _override(name: str, text: str) -> Fields:
-    place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
+    place = Place(OptionSource(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}"))
     if name in _collections() and re.match(r"\[|\{(?!\w+\})", text):  # {run_dir}/out is text
-        place = Place(f"--set {name}")  # without the value, which may contain a secret
-        node = yaml12.load(text, str(place))
+        place = Place(OptionSource(f"--set {name}"))  # without the value, which may contain a secret
+        node = yaml12.load(text, place.source)
     else:
         node = Node(yaml12.scalar(text), text, place)
     return _nested(name, node)
@@ -285,7 +285,7 @@ def _wrong_path(pattern: str, allowed: Sequence[str]) -> str | None:
 
 
 def _of_preset(node: Node) -> bool:
-    return node.place.source.startswith("preset ")
+    return isinstance(node.place.source, PresetSource)
 
 
 def _texts(node: Node | None) -> list[Node]:

@@ -22,6 +22,14 @@ class Place:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
 
+class OptionSource(str):
+    """The source of a value that is given as an option, which names the key itself: ``--set epochs=x``."""
+
+
+class PresetSource(str):
+    """The source of a preset's values."""
+
+
 class Key(str):
     """A mapping's key, with its place."""
 

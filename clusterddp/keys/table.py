@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from clusterddp.keys import kinds
 from clusterddp.keys.kinds import Kind, Schema, Value, Wrong, did_you_mean, either, or_null
-from clusterddp.keys.node import Fields, Mistake, Node
+from clusterddp.keys.node import Fields, Mistake, Node, OptionSource
 
 Mark = TypeVar("Mark")
 
@@ -220,7 +220,7 @@ def read_fields(
         try:
             values |= table[key].read(node, prefix, mistakes)
         except Wrong as wrong:
-            named = "" if node.place.source.startswith("--set ") else f"{prefix}{key}: "
+            named = "" if isinstance(node.place.source, OptionSource) else f"{prefix}{key}: "
             mistakes.append(Mistake(node.place, f"{named}{wrong}"))
     return values
 

@@ -52,6 +52,18 @@ def mistake(values: Mapping[str, Any]) -> str:
 # --- presets
 
 
+def test_a_file_whose_path_reads_like_a_preset_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own args cannot be dropped with `args: null`. Nor is an option what only reads like one."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("preset own", "--set own"):
+        file = Path(folder) / "job.yaml"
+        file.parent.mkdir()
+        file.write_text("module: train\nseed: x\nresume: {checkpoint: a.pt, args: [-r], replace: [fit]}\n")
+        with pytest.raises(JobDefinitionError) as caught:
+            load(str(file))
+        assert "seed: " in str(caught.value) and "drop the args" not in str(caught.value)
+
+
 def test_a_preset_is_a_layer_below_the_jobs_own_keys() -> None:
     """Mappings are merged; the arguments of both stay, and an option that both have is the job's."""
     made = job({"resume": "some", "args": ["fit", "--lr", "1", "--workers=8"], "env": {"A": "own"}, "seed": 7})
