@@ -161,6 +161,8 @@ _LAST_WORDS_S = 1.0
 _MOST_WORDS_S = 10.0
 #: The most requests of the user that are answered at a time, and how long one may take to read its answer, in seconds.
 _MOST_CLIENTS, _READ_S = 16, 10.0
+#: How deep the values of an event may be nested. The writer of the history is recursive.
+_MOST_NESTED = 32
 
 
 @dataclass
@@ -531,10 +533,17 @@ def read_report(rank: int, line: bytes | None) -> Report:
     if (kind := REPORTS.get(name)) is not None:
         report: Report = read(kind, values)
         return report
+    if not _nests_within(values, _MOST_NESTED):
+        raise Misfit(f"{name}: its values are nested more than {_MOST_NESTED} deep")
     event = {"time": 0.0, "attempt": 0, "event": name, "rank": rank, **values}
     if wrong := schema_error(event, EVENT):
         raise Misfit(f"{name}: {wrong}")
     return codec.read(event)
+
+
+def _nests_within(value: Any, levels: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(levels > 0 and _nests_within(item, levels - 1) for item in items)
 
 
 def _send_rest(connection: socket.socket, data: bytes) -> None:

@@ -166,6 +166,7 @@ BEAT = {"event": "alive", "count": 90, "step": 89, "age_s": 610.0}
         {"event": "progress", "step": -1, "steps": 7},
         {"event": "of a later version", "step": "7"},
         {"event": "phase", "phase": "training", "time": "now"},
+        {"event": "of a later version", "values": json.loads("[" * 600 + "]" * 600)},
         {"event": "left", "host": "n1"},
         {"event": "left", "host": "n1", "end": "bored"},
         {"event": "stacks", "request": 7, "place": "x", "threads": [{}]},
