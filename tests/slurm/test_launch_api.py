@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.waiting import story, wait_until
 
 
+@pytest.mark.product  # ranks/test_launch_api.py has the same, test_submitit_launchers.py a callable on Slurm
 def test_a_preempted_submitit_callable_continues_from_its_checkpoint(cluster: Cluster, runs: Path) -> None:
     """Launched, and waited for, by two processes; the second one lifts the hold after the requeue."""
     run, marks = RunDirectory(runs / "run"), runs / "marks"
