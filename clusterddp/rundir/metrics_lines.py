@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from clusterddp.history.steps import Result
-from clusterddp.rundir.schemas import NOT_VALUES, is_text
-
-
-def result_line(event: Result) -> dict[str, Any]:
-    """What the script logged outside a step, such as an evaluation behind the loop, as a metrics line."""
-    values = {name: value for name, value in event.others.items() if name not in NOT_VALUES}
-    return {"step": event.step, "time": event.time, "attempt": event.attempt, **values}
-
+from clusterddp.rundir.schemas import is_text
 
 _FLOATS = {text: float(text) for text in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")}  # the last three: 0.1
 

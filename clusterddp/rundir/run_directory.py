@@ -17,13 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.history.beginnings import Beginning
-from clusterddp.history.codec import decode
-from clusterddp.history.ends import RunEnd
-from clusterddp.history.view import RunView
 from clusterddp.protocol import RUNS
 from clusterddp.rundir import json_lines, metrics_lines, records, schemas
 from clusterddp.rundir.files import (
@@ -37,6 +33,9 @@ from clusterddp.rundir.files import (
     remove,
     write_atomically,
 )
+
+if TYPE_CHECKING:  # a rank needs the paths alone, and starts sooner without the classes of all events
+    from clusterddp.history.view import RunView
 
 
 def share_run(top: Path, share: str, closed: Path) -> None:
@@ -266,6 +265,8 @@ class RunDirectory:
         known file are visible, so the history shows that the run is over, unless it is hidden itself, or lacks the end
         of an attempt because the disk was full. ``job_state``: of the job that has ended, None if unknown.
         """
+        from clusterddp.history.ends import RunEnd
+
         newest = self.history().newest
         if newest is None or newest.is_open:
             return job_state == "COMPLETED"
@@ -358,6 +359,9 @@ class RunDirectory:
 
     def history(self) -> RunView:
         """The run's history."""
+        from clusterddp.history.codec import decode
+        from clusterddp.history.view import RunView
+
         return RunView(map(decode, self.events()))
 
     def events(self) -> list[dict[str, Any]]:
@@ -394,6 +398,8 @@ class RunDirectory:
 
         The last line of the metrics is the last attempt's. Earlier attempts may have made more steps.
         """
+        from clusterddp.history.beginnings import Beginning
+
         try:
             made: list[int] = [(self.last_metrics() or {"step": -1})["step"] + 1]
             made += [event.step + (event.redone or 0) for event in self.history().all(Beginning)]
@@ -410,6 +416,8 @@ class RunDirectory:
         It is in the attempt's resume record, which only the owner can read, and in an event, which a killed supervisor
         may not have written. Without both, it is that of the attempt's first line in ``lines``.
         """
+        from clusterddp.history.beginnings import Beginning
+
         begun: dict[int, int] = {}
         for line in lines:
             begun[line["attempt"]] = min(line["step"], begun.get(line["attempt"], line["step"]))

@@ -266,10 +266,16 @@ def _outside(
     result: Result | None, newest: Mapping[str, Any], counts: Callable[[Mapping[str, Any]], bool]
 ) -> dict[str, Any]:
     """What the script logged outside a step, after the newest step that counts."""
-    line = metrics_lines.result_line(result) if result else None
+    line = _result_line(result) if result else None
     if line is None or not counts(line) or (has_time(newest) and line["time"] < newest["time"]):
         return {}
     return {name: value for name, value in metrics_lines.with_floats(line).items() if name not in schemas.NOT_METRICS}
+
+
+def _result_line(event: Result) -> dict[str, Any]:
+    """What the script logged outside a step, such as an evaluation behind the loop, as a metrics line."""
+    values = {name: value for name, value in event.others.items() if name not in schemas.NOT_VALUES}
+    return {"step": event.step, "time": event.time, "attempt": event.attempt, **values}
 
 
 def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history: _History) -> int | None:
