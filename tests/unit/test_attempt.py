@@ -31,7 +31,7 @@ from clusterddp.history.stops import Signal
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.messages import orders
-from clusterddp.process import RunningClock, started_at
+from clusterddp.process import RunningClock, descendants, started_at
 from clusterddp.report.booking import book
 from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line, write_json
@@ -1297,6 +1297,7 @@ def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory) -> No
     failed: list[int] = []
     launcher.failed = lambda rank: (failed.append(rank), launcher.abandon())
     assert launcher.wait() == 3
+    assert any("sleep 60" in command for command in descendants(os.getpid()).values()), "it was waited for"
     assert failed == [0] and launcher.exit_statuses() == {0: ExitStatus(exit_code=3)}
     launcher.end()
 
