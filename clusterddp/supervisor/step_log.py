@@ -16,6 +16,8 @@ from clusterddp.supervisor.attempt_state import RankEvent
 
 #: The longest part of a line that is searched, at its end.
 LONGEST = 1 << 16
+#: The fields of the event, as in a line that a rank has sent.
+_ORDER = ("time", "attempt", "event", "rank", "step", "log")
 
 
 class StepLog:
@@ -65,7 +67,7 @@ class StepLog:
             steps = [step for output in self._outputs for line in output.lines() for step in self._steps_in(line)]
             for step in steps:
                 if self._step is None:
-                    self._post(RankEvent(0, Training(rank=0, step=max(0, step - 1), log=step)))
+                    self._post(RankEvent(0, Training(rank=0, step=max(0, step - 1), log=step, order=_ORDER)))
                 elif step < self._step and not self._warned:
                     self._warned = True
                     say(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clusterddp.history.beginnings import Training
+from clusterddp.history.codec import encode
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.attempt_state import RankEvent
@@ -50,7 +52,9 @@ def test_the_newest_step_of_each_look_is_recorded_as_the_number_of_steps_done(tm
     assert followed.prints("8: loss\n") == [1, 997]
     assert followed.prints(" 50%|  | iter 1,200 [00:01\r 51%| | iter 1,210 [00:02\r", "err") == [1, 997, 1209]
     assert followed.prints("evaluating\niter 1210 again\n") == [1, 997, 1209, 1209]
-    assert [event.report for event in followed.events] == [Training(rank=0, step=0, log=0)]
+    (event,) = followed.events
+    assert event.report == Training(rank=0, step=0, log=0)
+    assert [*encode(replace(event.report, redone=3))][3:] == ["rank", "step", "log", "redone"]
 
 
 def test_a_number_that_starts_over_is_told_once_and_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
