@@ -41,7 +41,7 @@ def happened(run: RunDirectory, *lines: Mapping[str, Any]) -> None:
 def whole(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line with a value of its type for each field that is missing and must be there."""
     if (kind := EVENTS.get(line["event"])) is None:
-        return dict(line)
+        return {"time": 0.0, "attempt": 0, **line}
     always, _ = fields(listed(kind))
     types = get_type_hints(kind)
     missing = {name: types[name] for name in types if name in always and name not in line}

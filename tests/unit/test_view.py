@@ -31,6 +31,12 @@ def test_events_are_found_by_their_classes_in_their_attempts() -> None:
     assert [event.at_step for event in history] == [None, None, 4, None, 5, None, 5]
 
 
+def test_a_step_counts_also_in_an_event_whose_class_has_none() -> None:
+    """A rank that trains adds its step to what it reports, and another version may add it to any event."""
+    lines = [{"event": name, "step": 4} for name in ("gpu_fault", "phase", "from_the_future")]
+    assert [event.at_step for event in view(lines)] == [4, 4, 4]
+
+
 def test_an_attempt_that_was_only_submitted_has_no_ranks() -> None:
     history = view(LINES)
     assert [attempt.number for attempt in history.with_ranks] == [0, 1]
