@@ -15,7 +15,8 @@ from typing import Any
 from clusterddp.checks.node import FAILED, OK, Check, failed, worst
 from clusterddp.checks.probe import JOB_FILE, RESULTS_FILE, START_S, TOGETHER_S
 from clusterddp.errors import SlurmError
-from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
+from clusterddp.jobdef.configuration_files import read_configuration_files
+from clusterddp.jobdef.configuration_paths import find_configuration_files
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
 from clusterddp.reporter import counted, show

@@ -12,7 +12,7 @@ from typing import Any
 from clusterddp.cli.options import JOB_OPTIONS, PACKAGED_JOB, add_job_arguments, option_values, set_values
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.jobdef import configuration_files
-from clusterddp.jobdef.configuration_files import find_configuration_files
+from clusterddp.jobdef.configuration_paths import find_configuration_files
 from clusterddp.jobdef.job import one_line, written
 from clusterddp.jobdef.kinds import site_names
 from clusterddp.jobdef.load import Origins, load

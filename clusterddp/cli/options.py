@@ -12,7 +12,7 @@ from clusterddp.environment import in_step
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
-from clusterddp.jobdef.configuration_files import find_configuration_files
+from clusterddp.jobdef.configuration_paths import find_configuration_files
 from clusterddp.jobdef.job import KEYS, Job
 from clusterddp.keys.table import Option
 from clusterddp.reporter import show

@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp import protocol
 from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import kinds, yaml12
+from clusterddp.jobdef.configuration_paths import ConfigurationFile
 from clusterddp.jobdef.job import KEYS
 from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, NotIn, preset_names
 from clusterddp.jobdef.program import placeholders_in
@@ -29,9 +30,6 @@ from clusterddp.keys.node import Fields, Mistake, Node, Place, PresetSource, rai
 from clusterddp.keys.table import Entry, check_keys, read_fields
 from clusterddp.rundir.ownership import why_foreign
 
-SITE_FILE = Path("/etc/clusterddp/config.yaml")
-#: Below the folder that jobs are submitted from or, inside a git checkout, below one above it.
-PROJECT_FILE = Path(".clusterddp", "config.yaml")
 SECTIONS = ("defaults", "clusters")
 #: In a section, besides keys of a job definition: values to choose among, and the folder of new runs.
 TARGETS, RUNS_DIR = "targets", "runs_dir"
@@ -42,24 +40,6 @@ def keys_in(files: str) -> dict[str, Entry]:
     return {
         name: entry for name, entry in KEYS.items() if (mark := entry.mark(NotIn)) is None or files not in mark.files
     }
-
-
-@dataclass(frozen=True)
-class ConfigurationFile:
-    """One of the files, with its owner."""
-
-    owner: str
-    """``site``, ``user`` or ``project``."""
-    path: Path
-
-    def __str__(self) -> str:
-        return f"{self.owner} {self.path}"
-
-
-def find_configuration_files(environ: Mapping[str, str], folder: Path) -> list[ConfigurationFile]:
-    """The files that apply to a submission from ``folder``. The last wins."""
-    files = {"site": _site_file(environ), "user": _user_file(environ), "project": _project_file(folder)}
-    return [ConfigurationFile(owner, path) for owner, path in files.items() if path is not None]
 
 
 def read_configuration_files(files: Sequence[ConfigurationFile], cluster: str | None) -> Fields:
@@ -153,41 +133,6 @@ def _check_trusted(file: ConfigurationFile) -> None:
     for why in (why_foreign(folder, instead), why_foreign(file.path, instead, closed)):
         if why:
             raise JobDefinitionError(why)
-
-
-def _site_file(environ: Mapping[str, str]) -> Path | None:
-    """The file that the variable names, which must exist, or None if empty. Without the variable, the usual file."""
-    named = environ.get(protocol.SITE_CONFIG)
-    if named is None:
-        return SITE_FILE if _exists(SITE_FILE) else None
-    return Path(named) if named else None
-
-
-def _user_file(environ: Mapping[str, str]) -> Path | None:
-    """The user's file, or None, also without a readable home directory."""
-    home = environ.get("XDG_CONFIG_HOME")
-    try:
-        path = (Path(home) if home else Path("~/.config").expanduser()) / "clusterddp" / "config.yaml"
-    except RuntimeError:  # no home directory
-        return None
-    return path if _exists(path) else None
-
-
-def _project_file(folder: Path) -> Path | None:
-    """The nearest one, from the folder up to the top of its git checkout. Outside a checkout, only the folder's own.
-
-    Further up, it might belong to any user, for example in /tmp.
-    """
-    folders = [folder, *folder.parents]
-    top = next((index for index, above in enumerate(folders) if _exists(above / ".git")), 0)
-    return next((above / PROJECT_FILE for above in folders[: top + 1] if _exists(above / PROJECT_FILE)), None)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # no permission, for example
-        return False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from clusterddp.jobdef.configuration_files import configured_runs_dir, find_configuration_files
+from clusterddp.jobdef.configuration_paths import find_configuration_files
 from clusterddp.protocol import RUNS
 from clusterddp.slurm.commands import named_cluster
 
@@ -18,5 +18,9 @@ def use_runs_dir() -> None:
     if RUNS in os.environ:
         return
     files = find_configuration_files(os.environ, Path.cwd())
+    if not files:  # the YAML reader takes longer to load than many runs to list
+        return
+    from clusterddp.jobdef.configuration_files import configured_runs_dir
+
     if folder := configured_runs_dir(files, lambda: named_cluster(os.environ)):
         os.environ[RUNS] = folder

@@ -23,13 +23,8 @@ from clusterddp.failures import node_memory
 from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.history.words import at_step
 from clusterddp.jobdef import load as jobs
-from clusterddp.jobdef.configuration_files import (
-    ConfigurationFile,
-    clusters_in,
-    find_configuration_files,
-    read_configuration_files,
-    site_profile,
-)
+from clusterddp.jobdef.configuration_files import clusters_in, read_configuration_files, site_profile
+from clusterddp.jobdef.configuration_paths import ConfigurationFile, find_configuration_files
 from clusterddp.jobdef.job import KEYS, Job
 from clusterddp.jobdef.kinds import Frozen, site_names
 from clusterddp.jobdef.load import list_differences, load_resolved

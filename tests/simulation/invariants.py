@@ -686,7 +686,7 @@ class Invariants:
             self._violated("hook", f"the hook was told {twice[0][1]!r} twice in attempt {twice[0][0]}")
         trained_in = sorted(self.attempts)
         script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
-        told_late = script.alone and "kill a rank" in faults  # by HELD_S
+        told_late = script.alone and faults & {"kill a rank", "kill a stepd"}  # by HELD_S
         for event in events:
             number, name = event["attempt"], event["event"]
             if name == "rank_failed" and number in self._failed and "fault" not in event:  # a GPU's comes first

@@ -13,13 +13,9 @@ import pytest
 from clusterddp.cli.command_line import command, parser
 from clusterddp.cli.options import resolve_job
 from clusterddp.errors import JobDefinitionError
-from clusterddp.jobdef import configuration_files, kinds
-from clusterddp.jobdef.configuration_files import (
-    ConfigurationFile,
-    check_configuration_file,
-    find_configuration_files,
-    read_configuration_files,
-)
+from clusterddp.jobdef import configuration_files, configuration_paths, kinds
+from clusterddp.jobdef.configuration_files import check_configuration_file, read_configuration_files
+from clusterddp.jobdef.configuration_paths import ConfigurationFile, find_configuration_files
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values, load, load_resolved
 from clusterddp.runs.configured_folder import use_runs_dir
@@ -115,7 +111,7 @@ def test_the_projects_file_is_the_nearest_one_in_the_checkout(checkout: Path, tm
 def test_the_sites_file_is_in_etc_or_where_the_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty variable stands for no file, and a missing file is an error."""
     etc = write(tmp_path / "etc" / "config.yaml", SITE)
-    monkeypatch.setattr(configuration_files, "SITE_FILE", etc)
+    monkeypatch.setattr(configuration_paths, "SITE_FILE", etc)
     named = write(tmp_path / "named" / "config.yaml", SITE)
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     assert find_configuration_files(environ, tmp_path) == [ConfigurationFile("site", etc)]
