@@ -22,7 +22,8 @@ from clusterddp.history.failures import Failure, Hung, LaunchFailed, RankFailed
 from clusterddp.history.steps import Progress as StepProgress
 from clusterddp.history.view import AttemptView, RunView
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.jobdef.secrets import revealed, secret_values
+from clusterddp.jobdef.masking import masked
+from clusterddp.jobdef.secrets import secret_values
 from clusterddp.messages.reports import End
 from clusterddp.reporter import forgiving, one_line, printable, say, show, what_failed
 from clusterddp.rundir.growing_file import GrowingFile
@@ -104,6 +105,7 @@ class Progress:
         self._events = GrowingFile(run.events_file, from_end=True)
         self._metrics = GrowingFile(run.metrics_file, from_end=True)
         self._output: list[GrowingFile] = []
+        self._secrets: list[str] = []
         self._words: _Words | None = None
         self._total = total_steps
         self._live: Live | None = None
@@ -184,6 +186,7 @@ class Progress:
         if isinstance(event, Started) and self._shown.output:
             log = Log(self._run.attempt_logs(event.attempt), event.attempt, 0)
             self._output = [GrowingFile(log.path(kind)) for kind in ("out", "err")]
+            self._secrets = _secrets(self._run)
 
     def _say_words(self, ended: bool = False) -> None:
         """Shows what the supervisor has printed, below what rank 0 had printed by then, so that it is read first."""
@@ -193,11 +196,14 @@ class Progress:
             self._say(line, raw=True)
 
     def _say_output(self, ended: bool = False) -> None:
-        """Shows the output of the user's own script unchanged, with its colours.
+        """Shows the output of the user's own script with its colours, and with its secrets masked: a terminal is often
+        a log of something else, such as CI.
 
         ``ended``: also a last line without an end, as rank 0 has exited."""
         for output in self._output:
-            for line in filter(None, map(_after_return, [*output.lines(), *([output.rest()] if ended else [])])):
+            lines = [*output.lines(), *([output.rest()] if ended else [])]
+            text = "\n".join(filter(None, map(_after_return, lines)))
+            for line in filter(None, masked(text, self._secrets).split("\n")):
                 self._say(line, raw=True)
 
     def _say(self, line: str, raw: bool = False) -> None:
@@ -225,6 +231,11 @@ def _on_one_line(text: str) -> Text:
 _RECORD = re.compile(r"rank-(\d{1,9})\.json", re.ASCII)
 
 
+def _secrets(run: RunDirectory) -> list[str]:
+    """The secrets of a run that this user may read, and those of this process."""
+    return secret_values(load_resolved(run.job_file), os.environ)
+
+
 def newest_failure(history: RunView) -> Failure | None:
     """The event that names the first failure of the newest attempt that had one, or None if no rank failed."""
     failed = [event for event in history if isinstance(event, Failure)]
@@ -242,7 +253,7 @@ def described(run: RunDirectory, event: Failure) -> str:
         end = RankEnd.read(event.rank, event.host, when, run.rank_record(attempt, event.rank))
         if end.end is End.DIED:  # the supervisor's event has the cause of its death
             end = replace(end, error=event.error)
-    secrets = secret_values(revealed(load_resolved(run.job_file), run.job_file), os.environ)
+    secrets = _secrets(run)
     more = [added_arguments(run, run.history().attempt(attempt))]
     first = FirstFailure(end.without(secrets), step=event.at_step)
     return failure_text(run, attempt, first, when, secrets, more)
