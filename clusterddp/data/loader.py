@@ -272,7 +272,7 @@ class Loader:
             self._stream = self._bound()
 
     @property
-    def order(self) -> BoundOrder:
+    def _order(self) -> BoundOrder:
         """Raises ValueError if epochs are empty, and only here, because a resumed run's global batch may be smaller."""
         if not self._stream.length:
             raise ValueError(
@@ -282,7 +282,7 @@ class Loader:
         return self._stream
 
     def __len__(self) -> int:
-        return -(-self.order.length // self.global_batch)
+        return -(-self._order.length // self.global_batch)
 
     @property
     def workers(self) -> int:
@@ -296,7 +296,7 @@ class Loader:
 
     def epoch(self, step: int) -> int:
         """The epoch that the first sample of a step belongs to."""
-        return step * self.global_batch // self.order.length
+        return step * self.global_batch // self._order.length
 
     def ends_epoch(self, step: int) -> bool:
         """Whether a step takes the last sample of an epoch."""
@@ -304,12 +304,12 @@ class Loader:
 
     def steps_in(self, epochs: float) -> int:
         """The number of steps in this many epochs. The last one is filled from the next epoch."""
-        return -int(-epochs * self.order.length // self.global_batch)
+        return -int(-epochs * self._order.length // self.global_batch)
 
-    def shares(self, step: int) -> Iterator[Batch]:
+    def _shares(self, step: int) -> Iterator[Batch]:
         """This rank's samples of each step from ``step`` on, without end."""
         start = step * self.global_batch + self._rank * self.share
-        return self.order.shares(start, self.share, self.global_batch)
+        return self._order.shares(start, self.share, self.global_batch)
 
     def batches(self, step: int, seeds_steps: bool = False) -> Iterator[Any]:
         """This rank's batches from ``step`` on, without end. Closing the iterator ends its workers.
@@ -325,7 +325,7 @@ class Loader:
             close(iterator)
 
     def _iterator(self, step: int) -> Iterator[Any]:
-        batches: Any = self.shares(step)  # endless, unlike torch's type
+        batches: Any = self._shares(step)  # endless, unlike torch's type
         loader = ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options)
         iterator: Iterator[Any] = iter(loader)  # draws a random number, in any case
         if self.workers or loader.pin_memory:

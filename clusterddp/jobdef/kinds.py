@@ -171,7 +171,12 @@ SHELL_LINES = Value(
         *_LINES,
         {
             "type": "object",
-            "properties": {yaml12.REPLACE: either(*_LINES)},
+            "properties": {
+                yaml12.REPLACE: {
+                    **either(*_LINES),
+                    "description": "Lines in place of those of the site, the configuration files and the target.",
+                }
+            },
             "required": [yaml12.REPLACE],
             "additionalProperties": False,
         },

@@ -12,6 +12,7 @@ from unittest import mock
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
+from clusterddp.history.ends import ResubmissionRefused
 from clusterddp.history.view import Events
 from clusterddp.messages import orders
 from clusterddp.messages.reports import Committing
@@ -361,7 +362,7 @@ def _a_refused_job_ends_the_run() -> Patches:
     """If Slurm refuses a new job, the supervisor does not requeue its own."""
 
     def requeued(recovery: Any, verdict: Any) -> int:
-        if any(event["event"] == "resubmission_refused" for event in recovery._history.events):
+        if recovery._history.view.has(ResubmissionRefused):
             raise commands.SlurmError("not tried")
         return real(recovery, verdict)
 

@@ -96,7 +96,7 @@ class Case:
         for loader in loaders if checkpoint else []:
             loader.restore(checkpoint)
         return [
-            [sample for loader in loaders for sample in zip(*next(loader.shares(step)), strict=True)]
+            [sample for loader in loaders for sample in zip(*next(loader._shares(step)), strict=True)]
             for step in range(first, first + count)
         ]
 
@@ -163,10 +163,10 @@ def test_steps_that_are_drawn_together_have_the_same_samples(case: Case, first: 
     """``at_once``: how many samples may be drawn in one call."""
     with mock.patch.object(sample_order, "AT_ONCE", at_once):
         loader = case.loader(case.ranks - 1, case.ranks)
-        drawn = list(itertools.islice(loader.shares(first), 20))
+        drawn = list(itertools.islice(loader._shares(first), 20))
     for step, batch in enumerate(drawn, first):
         start = step * loader.global_batch + (case.ranks - 1) * loader.share
-        assert list(zip(*batch, strict=True)) == loader.order.samples(start, start + loader.share)
+        assert list(zip(*batch, strict=True)) == loader._order.samples(start, start + loader.share)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

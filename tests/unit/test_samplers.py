@@ -34,7 +34,7 @@ def loader(batch_size: int = 4, world_size: int = 1, **order: Any) -> Loader:
 
 
 def indices(source: Loader, start: int, stop: int) -> list[Any]:
-    return [sample[1] for sample in source.order.samples(start, stop)]
+    return [sample[1] for sample in source._order.samples(start, stop)]
 
 
 class Drawn(Sampler[int]):
