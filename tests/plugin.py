@@ -80,6 +80,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if _EXIT in config.stash:
         if costs := config.getoption("--costs"):
             costs.with_name("exit-code").write_text(str(config.stash[_EXIT]))
+        if workers := sys.modules.get("clusterddp.data.workers"):  # Python would wait for them, as they ignore its TERM
+            workers.close_workers()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -54,6 +54,7 @@ def _add_config(add: argparse.ArgumentParser) -> None:
     add.add_argument("--user-signal", action="store_true", help="preemption sends the job's --signal instead of TERM")
     add.add_argument("--memory-limits", action="store_true", help="jobs are held to their --mem; needs cgroup v1")
     add.add_argument("--qos", action="store_true", help="preemption goes by QOS, `high` over `low`")
+    add.add_argument("--loopback-names", action="store_true", help="nodes resolve their own names to 127.0.1.1")
     add.add_argument("--expedite", action="store_true", help="allow --requeue=expedite; needs Slurm 25.11 or newer")
     add.add_argument("--release", choices=RELEASES, help="this Debian release's Slurm; default: the machine's")
     add.add_argument("--no-slurmdbd", dest="slurmdbd", action="store_false", help="no accounting")

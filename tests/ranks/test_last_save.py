@@ -19,6 +19,7 @@ import torch
 import clusterddp
 from clusterddp.training import saving
 from tests.descent import Descent
+from tests.waiting import wait_until
 
 saving.FIRST_PAUSE_S, saving.RETRIED_S = 0.1, float(sys.argv[1])
 ctx = clusterddp.init(device="cpu")
@@ -29,8 +30,12 @@ for _ in run.steps(5):
     run.log(loss=float(run.step))
     if run.step < 4 or ctx.rank > 0:
         continue
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    (writer,) = [pid for pid in children if b"checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def writers():
+        children = [child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()]
+        return [pid for pid in children if b"checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    (writer,) = wait_until(writers, "the writer", 30)
     resource.prlimit(int(writer), resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     Path(sys.argv[2]).write_text(writer)
 """

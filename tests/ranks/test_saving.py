@@ -63,10 +63,14 @@ def save(checkpoint_client: CheckpointClient, step: int, content: dict[str, Any]
 
 
 def writer_pid() -> int:
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    (pid,) = (
-        child for child in children if b"clusterddp.checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
+    """A thread starts the writer, whose parent in /proc it is until it ends."""
+    tasks = Path("/proc/self/task")
+
+    def writers() -> list[str]:
+        children = [child for task in tasks.glob("*/children") for child in task.read_text().split()]
+        return [child for child in children if b"checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+    (pid,) = wait_until(writers, "the writer", 30)
     return int(pid)
 
 
