@@ -39,6 +39,7 @@ def printed(folder: Path) -> list[str]:
     return [line for n in run.attempts() for line in (run.attempt_logs(n) / "rank-0.out").read_text().splitlines()]
 
 
+@pytest.mark.product
 def test_the_first_run_is_preempted_and_continues_as_the_page_shows(tmp_path: Path) -> None:
     done = submit(tmp_path / "first", block("first-run.md", "import torch"), "--preempt-after", "120")
     assert printed(tmp_path / "first") == ["done after 600 steps"]

@@ -57,6 +57,7 @@ def test_torchruns_template_ends_with_the_exit_code_of_the_rank_that_failed_firs
     assert (ended["ExitCode"], ended["Restarts"]) == (f"{code}:0", "0")
 
 
+@pytest.mark.product
 def test_of_an_array_only_the_preempted_member_is_requeued(cluster: Cluster, runs: Path) -> None:
     """Folds in run directories and on nodes of their own, each with its best checkpoint; the last loses its node."""
     template = [

@@ -93,6 +93,7 @@ def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str, option
     return done.stdout.strip()
 
 
+@pytest.mark.product
 def test_a_run_uses_the_nodes_that_slurm_allocates(cluster: Cluster, runs: Path, on_two_ranks: RunDirectory) -> None:
     """Two nodes; after a preemption one, the others being drained; after the next two again: a new job each time.
 
