@@ -49,19 +49,7 @@ from clusterddp.jobdef.program import with_overrides
 from clusterddp.keys import table
 from clusterddp.keys.kinds import REGEX, WORD, positive, whole
 from clusterddp.keys.node import Mistake, Node
-from clusterddp.keys.table import (
-    Entry,
-    Examples,
-    Named,
-    NoKey,
-    Option,
-    OrOff,
-    Parts,
-    Section,
-    Short,
-    Text,
-    entries,
-)
+from clusterddp.keys.table import Entry, Named, NoKey, Option, OrOff, Parts, Section, Short, Text, entries
 from clusterddp.reporter import counted
 from clusterddp.trackers.registry import TRACKERS
 
@@ -234,7 +222,7 @@ class Job:
         Option("-J, --job-name NAME", "name of the job, and of a new run directory"),
     ]
     """The name of the Slurm job and of the run directory. Default: that of the script or module."""
-    script: Annotated[str | None, ONE_JOB, Examples(["train.py"], ["[train.py]", "{a: b}", '""'])] = None
+    script: Annotated[str | None, ONE_JOB] = None
     """The training script's absolute path. In YAML, a relative path is relative to the YAML file."""
     module: Annotated[str | None, MODULE, ONE_JOB] = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
@@ -287,7 +275,7 @@ class Job:
         ),
     ] = 1
     """GPUs per node, one rank for each: ``8``, or with their type ``a100:8``. With device cpu, ranks per node."""
-    gpus_per_rank: Annotated[int, Examples(["1"], ["0", "x"])] = 1
+    gpus_per_rank: int = 1
     """GPUs per rank, for models that span several: ``gpus_per_node // gpus_per_rank`` ranks per node, also with device
     cpu. Every rank sees all GPUs of its node, and ``ctx.devices`` are its own."""
     gpu_type: str | None = None
@@ -536,11 +524,7 @@ class _SiteEntry(Entry):
 
 
 #: Every key of a job definition.
-KEYS: Mapping[str, Entry] = {
-    **entries(Job),
-    "site": _SiteEntry(),
-    **{key: _TrackerEntry(key) for key in TRACKERS},
-}
+KEYS: Mapping[str, Entry] = {**entries(Job), "site": _SiteEntry(), **{key: _TrackerEntry(key) for key in TRACKERS}}
 
 # --- from a job to text
 

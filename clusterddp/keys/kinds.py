@@ -1,11 +1,11 @@
-"""Kinds of values: how each is read from a YAML node, written back and described to editors, and what tests it."""
+"""Kinds of values: how each is read from a YAML node, written back and described to editors."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from clusterddp.keys.node import Mistake, Node
@@ -21,16 +21,6 @@ class Wrong(Exception):
 class Kind(Protocol):
     """The values of a key."""
 
-    @property
-    def valid(self) -> Sequence[str]:
-        """Examples, as in YAML."""
-        ...
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        """Values that are refused."""
-        ...
-
     def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:
         """The value of a node. Raises Wrong, or appends mistakes whose place is further inside. ``name``: the dotted
         key, for messages. A kind of a key that sets several fields returns a tuple of their values."""
@@ -45,10 +35,6 @@ class Kind(Protocol):
         ...
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, eq=False)
 class Value:
     """A kind without keys inside."""
@@ -56,10 +42,9 @@ class Value:
     reader: Callable[[Node], Any]
     """Returns the value, or raises Wrong."""
     accepts: Schema
-    valid: Sequence[str] = field(kw_only=True)
-    wrong: Sequence[str] = field(kw_only=True)
-    writer: Callable[..., Any] = field(default=_as_it_is, kw_only=True)
-    expected: str = field(default="", kw_only=True)
+    _: KW_ONLY
+    writer: Callable[..., Any] = lambda value: value
+    expected: str = ""
     """The values in words, for kinds that extend this one."""
 
     def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:  # noqa: ARG002
@@ -83,8 +68,6 @@ class Table:
     """Raises Wrong for a key that is not allowed. Gets its value, too."""
     reader: Callable[[Node], Any]
     accepts: Callable[[], Schema]
-    valid: Sequence[str] = field(kw_only=True)
-    wrong: Sequence[str] = field(kw_only=True)
 
     def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:
         """As every kind."""
@@ -160,7 +143,7 @@ def read_text(node: Node) -> str:
     return node.text
 
 
-TEXT = Value(read_text, text_schema(), valid=["digits", "5", "my project"], wrong=["[a]", "{a: b}", '""'])
+TEXT = Value(read_text, text_schema())
 
 
 def _word(node: Node) -> str:
@@ -171,17 +154,10 @@ def _word(node: Node) -> str:
     return given
 
 
-WORD = Value(
-    _word,
-    text_schema(r"""[^\s"'\\]+"""),
-    valid=["gpu", "5", "no", '"1e3"'],
-    wrong=["a b", "[a]", '"it\'s"', '""'],
-)
+WORD = Value(_word, text_schema(r"""[^\s"'\\]+"""))
 
 
-def matching(
-    pattern: str, expected: str, schema: Schema | None = None, *, valid: Sequence[str], wrong: Sequence[str]
-) -> Value:
+def matching(pattern: str, expected: str, schema: Schema | None = None) -> Value:
     """Text that matches a regular expression, which ``expected`` describes in words."""
 
     def read(node: Node) -> str:
@@ -190,7 +166,7 @@ def matching(
             raise Wrong(f"expected {expected}, got {given!r}")
         return given
 
-    return Value(read, schema or text_schema(pattern), valid=valid, wrong=wrong)
+    return Value(read, schema or text_schema(pattern))
 
 
 def _regex(node: Node) -> str:
@@ -203,7 +179,7 @@ def _regex(node: Node) -> str:
 
 
 #: A regular expression of Python. JSON Schema has no way to describe one.
-REGEX = Value(_regex, text_schema(), valid=["epochs completed", r"'iter (\d+)'"], wrong=["[a]", '""'])
+REGEX = Value(_regex, text_schema())
 
 
 def read_choice(node: Node, choices: Sequence[str]) -> str:
@@ -220,26 +196,22 @@ def choice(*choices: str) -> Value:
     def read(node: Node) -> str:
         return read_choice(node, choices)
 
-    return Value(read, {"enum": list(choices)}, valid=choices, wrong=["neither", "true", f"[{choices[0]}]"])
+    return Value(read, {"enum": list(choices)})
 
 
 # --- numbers and booleans
 
 
-def whole(least: int = 1, most: int | None = None) -> Value:
-    """A whole number of at least ``least`` and at most ``most``."""
-    expected = f"of at least {least}" if most is None else f"from {least} to {most}"
+def whole(least: int = 1) -> Value:
+    """A whole number of at least ``least``."""
 
     def read(node: Node) -> int:
         value = node.value
-        if isinstance(value, bool) or not isinstance(value, int) or value < least or (most or value) < value:
-            raise Wrong(f"expected a whole number {expected}, got {node.quoted}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise Wrong(f"expected a whole number of at least {least}, got {node.quoted}")
         return value
 
-    accepts = count_schema(least) if most is None else count_schema(least, maximum=most)
-    above = [] if most is None else [str(most + 1)]
-    wrong = [str(least - 1), *above, "2.5", "x", '"8"', "true"]
-    return Value(read, accepts, valid=[str(least), str(most or 8)], wrong=wrong)
+    return Value(read, count_schema(least))
 
 
 def positive(unit: str) -> Value:
@@ -252,8 +224,7 @@ def positive(unit: str) -> Value:
             raise Wrong(f"expected {expected}, got {node.quoted}")
         return float(value)
 
-    accepts = {"type": "number", "exclusiveMinimum": 0}
-    return Value(read, accepts, valid=["2.5", "60"], wrong=["0", "-1", "x", "true"], expected=expected)
+    return Value(read, {"type": "number", "exclusiveMinimum": 0}, expected=expected)
 
 
 def _truth(node: Node) -> bool:
@@ -262,7 +233,7 @@ def _truth(node: Node) -> bool:
     return node.value
 
 
-TRUTH = Value(_truth, {"type": "boolean"}, valid=["true", "false"], wrong=["no", "on", "0", "1", "[true]"])
+TRUTH = Value(_truth, {"type": "boolean"})
 
 
 # --- lists
@@ -285,7 +256,7 @@ def read_arguments(node: Node) -> tuple[str, ...]:
     return tuple(read_argument(item) for item in node.value)
 
 
-ARGUMENTS = Value(read_arguments, list_schema(), valid=["[--lr, 1e-3]", "[]", "[~]"], wrong=["--lr", "[[a]]", "{a: b}"])
+ARGUMENTS = Value(read_arguments, list_schema())
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -63,14 +63,6 @@ class Text:
     text: str
 
 
-@dataclass(frozen=True, eq=False)
-class Examples:
-    """Values that are valid, and some that are not, in place of those of the kind."""
-
-    valid: Sequence[str]
-    wrong: Sequence[str]
-
-
 @dataclass(frozen=True)
 class Option:
     """The option of the command line that sets the key."""
@@ -117,11 +109,6 @@ class Entry:
         """What the key means: the string below its field."""
         other = self.mark(Text)
         return other.text if other else _docstrings(self.owner)[self.fields[0]]
-
-    @property
-    def examples(self) -> Examples:
-        """Values that are valid, and some that are not."""
-        return self.mark(Examples) or Examples(self.kind.valid, self.kind.wrong)
 
     def read(self, node: Node, prefix: str, mistakes: list[Mistake]) -> dict[str, Any]:
         """The values of its fields. Raises Wrong, or appends mistakes."""
@@ -290,18 +277,6 @@ class Section:
         """The values in words."""
         return self._expected or f"a mapping with the keys {', '.join(self.table)}"
 
-    @property
-    def valid(self) -> Sequence[str]:
-        """As every kind."""
-        inside = {name: [*entry.examples.valid, "null"] for name, entry in self.table.items()}
-        return ["{}", *(f"{{{name}: {text}}}" for name, texts in inside.items() for text in texts)]
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        """As every kind."""
-        inside = {name: entry.examples.wrong for name, entry in self.table.items()}
-        return ["[a]", "{x: 1}", *(f"{{{name}: {text}}}" for name, texts in inside.items() for text in texts)]
-
     def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:
         """As every kind."""
         if not isinstance(node.value, dict):
@@ -323,10 +298,7 @@ class Section:
 
     def schema(self) -> Schema:
         """As every kind."""
-        described = {
-            name: {"description": entry.text, **or_null(entry.kind.schema())} for name, entry in self.table.items()
-        }
-        return {"type": "object", "properties": described, "additionalProperties": False}
+        return {"type": "object", "properties": properties(self.table, {}), "additionalProperties": False}
 
 
 class Short(Section):
@@ -335,39 +307,29 @@ class Short(Section):
     def __init__(self, owner: type, name: str, expected: str) -> None:
         """``name``: the key, which is also the name of its field."""
         super().__init__(owner, expected)
-        self._name = name
+        self.name = name
 
     @property
-    def valid(self) -> Sequence[str]:
-        """As every kind."""
-        return [*self._alone.examples.valid, *super().valid]
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        """As every kind."""
-        return [*self._alone.examples.wrong, *super().wrong]
-
-    @property
-    def _alone(self) -> Entry:
-        return self.table[self._name]
+    def _entry(self) -> Entry:
+        return self.table[self.name]
 
     def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:
         """As every kind."""
         if isinstance(node.value, dict):
             return super().read(node, name, mistakes)
         try:
-            return self.owner(**self._alone.read(node, "", mistakes))
+            return self.owner(**self._entry.read(node, "", mistakes))
         except Wrong as wrong:
             raise Wrong(f"expected {self.expected}, got {node.quoted}") from wrong
 
     def write(self, *values: Any) -> Any:
         """As every kind."""
         mapping = super().write(*values)
-        return mapping[self._name] if mapping is not None and mapping.keys() == {self._name} else mapping
+        return mapping[self.name] if mapping is not None and mapping.keys() == {self.name} else mapping
 
     def schema(self) -> Schema:
         """As every kind."""
-        return either(self._alone.kind.schema(), super().schema())
+        return either(self._entry.kind.schema(), super().schema())
 
 
 class Switch(Short):
@@ -377,17 +339,6 @@ class Switch(Short):
         """``what``: a value of the key ``name`` in words."""
         super().__init__(owner, name, f"true, false, {what}, or a mapping such as {{{name}: digits}}")
 
-    @property
-    def valid(self) -> Sequence[str]:
-        """As every kind."""
-        alone = [text for text in self._alone.examples.valid if not text.isdigit()]
-        return ["true", "false", *alone, *Section(self.owner).valid]
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        """As every kind."""
-        return ["3", "2.5", *super().wrong]
-
     def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:
         """As every kind."""
         if isinstance(node.value, bool):
@@ -396,7 +347,7 @@ class Switch(Short):
             raise Wrong(f"expected {self.expected}, got {node.quoted}")
         if isinstance(node.value, dict):
             return Section(self.owner).read(node, name, mistakes)
-        return self.owner(**self._alone.read(node, "", mistakes))
+        return self.owner(**self._entry.read(node, "", mistakes))
 
     def write(self, *values: Any) -> Any:
         """As every kind."""
@@ -405,8 +356,8 @@ class Switch(Short):
 
     def schema(self) -> Schema:
         """As every kind."""
-        alone = {**self._alone.kind.schema(), "type": "string"}
-        return either({"type": "boolean"}, alone, Section.schema(self))
+        value = {**self._entry.kind.schema(), "type": "string"}
+        return either({"type": "boolean"}, value, Section.schema(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,16 +365,6 @@ class OrOff:
     """``off`` for None, or a value of another kind."""
 
     inner: Value | Section
-
-    @property
-    def valid(self) -> Sequence[str]:
-        """As every kind."""
-        return ["off", *self.inner.valid]
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        """As every kind."""
-        return ["on", "false", *self.inner.wrong]
 
     def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:
         """As every kind."""

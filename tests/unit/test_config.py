@@ -18,6 +18,7 @@ from clusterddp.jobdef.job import KEYS
 from clusterddp.jobdef.json_schema import job_schema
 from clusterddp.jobdef.load import load, load_resolved
 from clusterddp.keys.node import Node
+from tests.key_examples import examples
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB = """\
@@ -175,16 +176,16 @@ def accepted(folder: Path, text: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("key", KEYS)
 def test_the_schema_agrees_with_the_reader(key: str, folder: Path) -> None:
     """The key's examples are accepted, or refused, by both; and so is a null. What is recorded is read back equal."""
-    valid, wrong = KEYS[key].examples.valid, KEYS[key].examples.wrong
-    assert valid and wrong
+    those = examples(KEYS[key])
+    assert those.valid and those.wrong
     program = "" if key in ("script", "module") else "script: train.py\n"
     batch = "global_batch: 24\n" if key == "nodes" else ""  # which a range of nodes needs
-    for text in [*valid, *([] if not program else ["null"])]:
+    for text in [*those.valid, *([] if not program else ["null"])]:
         assert accepted(folder, f"{program}{batch}{key}: {text}\n") == (True, True), text
         job = load(folder / "job.yaml")
         (folder / "recorded.yaml").write_text(job.to_yaml())
         assert load_resolved(folder / "recorded.yaml") == job, text
-    for text in wrong:
+    for text in those.wrong:
         assert accepted(folder, f"{program}{batch}{key}: {text}\n") == (False, False), text
 
 

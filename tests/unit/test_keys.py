@@ -1,4 +1,4 @@
-"""A field of a dataclass is a key: its reader, writer, JSON Schema and examples follow from the field alone."""
+"""A field of a dataclass is a key: its reader, writer and JSON Schema follow from the field alone."""
 
 from __future__ import annotations
 
