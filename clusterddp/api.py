@@ -44,6 +44,7 @@ def launch(
     fn_kwargs: Mapping[str, Any] | None = None,
     local: bool = False,
     run_dir: str | os.PathLike[str] | None = None,
+    on: str | None = None,
     **job_definition: Any,
 ) -> Handle:
     """Start a run, or continue the one in ``run_dir``, and return without waiting for it.
@@ -58,6 +59,7 @@ def launch(
         fn_kwargs: Keyword arguments of the function, such as ``{"lr": 0.1}``. Default: none.
         local: Start the ranks as processes on this machine instead of in a Slurm job. They outlive this process.
         run_dir: The run directory. Default: a new one, ``$CLUSTERDDP_RUNS/NAME-N`` or ``./runs/NAME-N``.
+        on: A target of the configuration files, whose values to use, as with ``submit --on``. Default: none.
         **job_definition: Keys of a job definition, over those of ``target``: ``nodes=2`` (or a range, ``"2-4"``),
             ``gpus_per_node=8`` (one rank each, or ``"TYPE:G"``, or ranks per node with ``device="cpu"``),
             ``device="cuda"`` (NCCL) or ``"cpu"`` (gloo), ``time="8:00:00"``, ``checkpoint={"every": "500 steps"}``.
@@ -85,10 +87,10 @@ def launch(
     use_runs_dir()
     with without_job_variables():
         if callable(target):
-            job, content = _of_function(target, args, values, fn_kwargs)
+            job, content = _of_function(target, args, values, fn_kwargs, on)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
-            job, content = describe(os.fspath(target), values, {}), ONLY_JOB
+            job, content = describe(os.fspath(target), values, {}, on=on), ONLY_JOB
         if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
             return Handle(folder)
         if local:
@@ -107,6 +109,7 @@ def sweep(
     run_dir: str | os.PathLike[str] | None = None,
     max_running: int | None = None,
     retry: Collection[str] = (),
+    on: str | None = None,
     **job_definition: Any,
 ) -> list[Handle]:
     """Start a run for each combination of values, and return their handles. Call it again to start missing runs.
@@ -124,6 +127,7 @@ def sweep(
         run_dir: The sweep's folder. Default: ``NAME-by-KEYS`` in ``$CLUSTERDDP_RUNS`` or ``./runs``.
         max_running: Maximum number of runs at a time. Default: no limit.
         retry: ``["failed"]``, ``["cancelled"]`` or both: start runs in these states, too. Default: none.
+        on: A target of the configuration files, as for ``launch()``. Default: none.
         **job_definition: Keys of a job definition, for all runs, as for ``launch()``.
 
     Returns:
@@ -141,7 +145,7 @@ def sweep(
     values = {key: value for key, value in job_definition.items() if value is not None}
     use_runs_dir()
     with without_job_variables():
-        asked = replace(_sweep_of(target, grid, args, values, run_dir), max_running=max_running, retry=tuple(retry))
+        asked = replace(_sweep_of(target, grid, args, values, run_dir, on), max_running=max_running, retry=tuple(retry))
         with planned(asked) as plan:
             tell(asked, plan)
             if not local:
@@ -323,7 +327,12 @@ def _submit_all(wanted: Sweep, plan: Plan) -> None:
 
 
 def _sweep_of(
-    target: Any, grid: Any, args: tuple[Any, ...], values: dict[str, Any], run_dir: str | os.PathLike[str] | None
+    target: Any,
+    grid: Any,
+    args: tuple[Any, ...],
+    values: dict[str, Any],
+    run_dir: str | os.PathLike[str] | None,
+    on: str | None,
 ) -> Sweep:
     """The sweep of a script, a job definition or a function."""
     chosen = of_python(grid)
@@ -332,12 +341,12 @@ def _sweep_of(
         raise UsageError("the grid has the same values twice. Give each combination once")
     contents: dict[str, Content] = {}
     if callable(target):
-        made = [_of_function(target, args, dict(values), keywords) for keywords in chosen]
+        made = [_of_function(target, args, dict(values), keywords, on) for keywords in chosen]
         job = made[0][0]
         jobs, contents = dict.fromkeys(members, job), dict(zip(members, (content for _, content in made), strict=True))
     else:
         values |= {"args": [str(argument) for argument in args]} if args else {}
-        job = describe(os.fspath(target), values, {})
+        job = describe(os.fspath(target), values, {}, on=on)
         jobs = dict(zip(members, jobs_of(job, list(members.values())), strict=True))
     folder = run_dir or runs_folder(os.environ) / default_name(job, keys_of(members.values()))
     return Sweep(SweepFolder(folder), job, members, jobs, contents=contents)
@@ -357,7 +366,8 @@ def _of_function(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     values: dict[str, Any],
-    keywords: Mapping[str, Any] | None = None,
+    keywords: Mapping[str, Any] | None,
+    on: str | None,
 ) -> tuple[Job, Content]:
     """The job that calls a function, and the function, pickled before anything is created."""
     from submitit.helpers import DelayedSubmission
@@ -366,7 +376,7 @@ def _of_function(
 
     if clash := _PROGRAM_KEYS & values.keys():
         raise UsageError(f"{', '.join(sorted(clash))} cannot be given when the target is a function")
-    job = describe(None, {"job_name": name_of(function), **values, "module": MODULE}, {})
+    job = describe(None, {"job_name": name_of(function), **values, "module": MODULE}, {}, on=on)
     try:
         content = pickled(DelayedSubmission(function, *args, **(keywords or {})))
     except Exception as error:

@@ -313,15 +313,20 @@ def _preempts(known: Preemption) -> str:
 def sentence(
     partition: str | None, of_qos: Preemption | None, partitions: Sequence[Partition], config: Configuration
 ) -> str:
-    """What a preemption in the partition, or else the default one, does to a run."""
-    chosen = next((one for one in partitions if (one.name == partition if partition else one.default)), None)
-    if partition and chosen is None:
+    """What a preemption in the partition, each of several, or else the default one, does to a run."""
+    wanted = (partition or "").split(",")
+    chosen = [one for one in partitions if (one.name in wanted if partition else one.default)]
+    if partition and len(chosen) < len(wanted) and not config.reroutes:
+        missing = next(name for name in wanted if name not in {one.name for one in chosen})
         names = _listed([one.name for one in partitions]) or "none"
-        raise SlurmError(f"no partition {partition!r} on this cluster. Available: {names}")
-    if chosen is None and of_qos is None:
-        return "this cluster has no default partition. Choose one with -p"
-    known = of_qos or policy(config.text, chosen.line, chosen.name, None)  # type: ignore[union-attr]
-    return known.sentence(Job(name="doctor", device="cpu"))
+        raise SlurmError(f"no partition {missing!r} on this cluster. Available: {names}")
+    if not chosen and of_qos is None:
+        return (
+            "the partition is chosen by this site" if config.reroutes else "choose a partition with -p. None is default"
+        )
+    known = [of_qos] if of_qos else [policy(config.text, one.line, one.name, None) for one in chosen]
+    job = Job(name="doctor", device="cpu")
+    return ". ".join(dict.fromkeys(one.sentence(job) for one in known))
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

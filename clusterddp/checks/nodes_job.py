@@ -18,7 +18,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.jobdef.configuration_files import read_configuration_files
 from clusterddp.jobdef.configuration_paths import find_configuration_files
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.load import from_values
+from clusterddp.jobdef.load import Origins, from_values
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.records import read_json
@@ -87,18 +87,28 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
-    """The job, on top of the configuration files: by default with all GPUs of the partition's nodes."""
+    """The job: by default with all GPUs of the nodes that it may get."""
+    job, given = configured(arguments)
+    if job.device == "cpu" or "gpus_per_node" in given:
+        return job
+    cluster = slurm.read_cluster()
+    for partition in (job.partition or cluster.default, None):  # the site may choose another one
+        nodes = [node for node in cluster.of(partition) if node.may_satisfy(job.constraint)]
+        if counts := [count for node in nodes if (count := node.gpus_of(job.gpu_type))]:
+            return dataclasses.replace(job, gpus_per_node=min(counts))
+    return job
+
+
+def configured(arguments: argparse.Namespace) -> tuple[Job, Origins]:
+    """The job of the options on top of the configuration files, and the places of the given values."""
     defaults = read_configuration_files(
         find_configuration_files(os.environ, Path.cwd()), slurm.named_cluster(os.environ)
     )
     values = {key: getattr(arguments, key) for key in KEYS if getattr(arguments, key) is not None}
     fixed = {"job_name": "clusterddp-doctor", "module": "clusterddp.checks.probe", "gpus_per_rank": 1}
-    job = from_values({**values, **fixed, "time": str(LIMIT_MIN)}, defaults=defaults)
-    if job.device == "cpu" or "gpus_per_node" in values or "gpus_per_node" in defaults:
-        return job
-    cluster = slurm.read_cluster()
-    counts = [node.gpus_of(None) for node in cluster.of(job.partition or cluster.default)]
-    return dataclasses.replace(job, gpus_per_node=min(filter(None, counts), default=1))
+    given: Origins = {}
+    values = {**values, **fixed, "time": str(LIMIT_MIN)}
+    return from_values(values, defaults=defaults, origins=given, on=arguments.on), given
 
 
 def await_results(job_id: str, folder: RunDirectory, queue_s: float = QUEUE_S, ask_s: float = ASK_S) -> dict[str, Any]:

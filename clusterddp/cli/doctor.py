@@ -17,7 +17,7 @@ from typing import Any
 
 from clusterddp.checks.login_node import login_checks, slurm_checks
 from clusterddp.checks.node import FAILED, Check, worst
-from clusterddp.checks.nodes_job import check_nodes, summary
+from clusterddp.checks.nodes_job import check_nodes, configured, summary
 from clusterddp.cli.live import terminal_width
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.failures.node_memory import FOLDER, UNLESS, by_node, is_avoided, letter, recall, weight
@@ -31,7 +31,7 @@ SCHEMA = 1
 #: Options that only the job of ``--nodes`` uses.
 OF_THE_JOB = {"gpus_per_node": "--gpus", "device": "--device", "account": "-A"}
 #: Options that ``--failed-nodes`` does not use.
-OF_CHECKS = {"nodes": "--nodes", **OF_THE_JOB, "partition": "-p", "qos": "-q"}
+OF_CHECKS = {"nodes": "--nodes", **OF_THE_JOB, "partition": "-p", "qos": "-q", "on": "--on"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --nodes: GPUs per node, or TYPE:G (default: all). With --device cpu, ranks per node (default: 1)",
     )  # fmt: skip
     parser.add_argument("--device", metavar="cuda|cpu", help="with --nodes: cuda (NCCL, the default) or cpu (gloo)")
-    parser.add_argument(
-        "-p", "--partition", metavar="NAME", help="partition, as in sbatch (default: the cluster's default)"
-    )
+    parser.add_argument("-p", "--partition", metavar="NAME", help="partition, as in sbatch (default: as in submit)")
     parser.add_argument("-A", "--account", metavar="NAME", help="with --nodes: account to charge, as in sbatch")
     parser.add_argument("-q", "--qos", metavar="NAME", help="quality of service, as in sbatch")
+    parser.add_argument("--on", metavar="TARGET", help="use the values of a target, as in submit")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     failed = parser.add_argument_group("failed nodes")
     failed.add_argument(
@@ -75,7 +74,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
                 f"{' and '.join(given)} {'requires' if len(given) == 1 else 'require'} --nodes. Add --nodes N, the "
                 "number of nodes to check"
             )
-        checks, preempted = slurm_checks(arguments.partition, arguments.qos)
+        job, _ = configured(arguments)
+        checks, preempted = slurm_checks(job.partition, job.qos)
         checks += login_checks(os.environ)
         lost = lost_nodes(_histories(), time.time())
         results: dict[str, Any] = {"checks": [check.as_json() for check in checks], "preemption": preempted}

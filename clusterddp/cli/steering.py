@@ -56,6 +56,7 @@ from clusterddp.runs.request_client import (
 )
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.configuration import usable_nodes
 
 
 def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,13 +200,11 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
     if required := set(nodes).difference(exclusion.may_exclude(job, nodes)):
         names = ", ".join(sorted(required))
         raise UsageError(f"--exclude: {names} cannot be excluded, because the run's nodelist is {job.nodelist}")
-    left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
+    left = set(usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
     needed = job.least_allocated
     if len(left) < needed:
         remain = counted(len(left), "usable node")
-        raise UsageError(
-            f"--exclude: without {', '.join(nodes)} the partition has {remain}, but the run needs {needed}"
-        )
+        raise UsageError(f"--exclude: {remain} would remain without {', '.join(nodes)}, but the run needs {needed}")
 
 
 def add_stacks_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,6 +37,7 @@ from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import ONLY_JOB, Content, alone, check_not_submitted, claim, present_code, recorded
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.configuration import usable_nodes
 from clusterddp.supervisor import lease
 from clusterddp.trackers.registry import TRACKERS
 
@@ -327,7 +328,7 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     unlink(run.debug_file)  # of an earlier submission
     warn_of_unseen(run)
     with alone(run, created):
-        excluded = node_memory.left_out(run, job, lambda: slurm.usable_nodes(job.partition), time.time())
+        excluded = node_memory.left_out(run, job, lambda: usable_nodes(job.partition), time.time())
         # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
         with signals_blocked(signal.SIGINT, signal.SIGHUP), recorded(run, job, created, content):
             # A lost node may keep an earlier job of the run in COMPLETING.

@@ -68,7 +68,7 @@ from clusterddp.runs.sweep_members import Record, Values, read_record, text_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
 from clusterddp.slurm.batch import array_script, batch_script
-from clusterddp.slurm.configuration import largest_array
+from clusterddp.slurm.configuration import largest_array, usable_nodes
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import held_by_other
@@ -430,7 +430,7 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
     """Records the members and submits them as one array. Restores everything if Slurm refuses it."""
     folder, names = sweep.folder, list(jobs)
     job = jobs[names[0]]
-    usable = partial(slurm.usable_nodes, job.partition)
+    usable = partial(usable_nodes, job.partition)
     avoided = node_memory.avoided(folder.member(names[0]), job, (), usable, time.time())
     with ExitStack() as stack:
         with ThreadPoolExecutor(_WRITERS) as pool:

@@ -36,6 +36,7 @@ from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.run_status import state_sentence
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
+from clusterddp.slurm.configuration import usable_nodes
 from clusterddp.slurm.polling import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
@@ -202,7 +203,7 @@ class Resubmitter:
             return self._submit(ended)
 
     def _submit(self, ended: str) -> Help:
-        usable = partial(slurm.usable_nodes, self._job.partition)
+        usable = partial(usable_nodes, self._job.partition)
         nodes = node_memory.left_out(self._run, self._job, usable, time.time())
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)

@@ -353,12 +353,10 @@ def steps(job_id: str) -> list[tuple[int, str]]:
     return [(int(match[2]), match[1]) for match in found if match]
 
 
-def default_partition() -> str:
-    """The partition of jobs that request none."""
-    for line in run("sinfo", "-h", "-o", "%P").splitlines():
-        if line.endswith("*"):
-            return line.rstrip("*")
-    raise SlurmError("this cluster has no default partition. Choose one with -p")
+def default_partition() -> str | None:
+    """The partition of jobs that request none, if there is one."""
+    lines = run("sinfo", "-h", "-o", "%P").splitlines()
+    return next((line.rstrip("*") for line in lines if line.endswith("*")), None)
 
 
 def node_address(node: str) -> str:
@@ -421,18 +419,19 @@ def understood(command: str, text: str) -> Iterator[None]:
         raise SlurmError(f"could not parse the output of {command} ({error!r:.80}): {said}") from error
 
 
-def usable_nodes(partition: str | None) -> list[str]:
-    """The nodes of a partition, or of several such as ``a,b`` (None: the default one), that can run jobs."""
+def usable_nodes(partition: str | None, routed: bool = False) -> list[str]:
+    """The nodes of a partition, or of several such as ``a,b``, that can run jobs. None: of the default one, or of all
+    if none is, or if the site chooses (``routed``)."""
     text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%T")
     with understood("sinfo", text):
-        return parse_usable(text.splitlines(), partition)
+        return parse_usable(text.splitlines(), partition, routed)
 
 
-def parse_usable(lines: list[str], partition: str | None) -> list[str]:
+def parse_usable(lines: list[str], partition: str | None, routed: bool = False) -> list[str]:
     """Usable nodes in lines ``PARTITION|PARTITION*|NODE|STATE``. In a state with ``*``, the node does not respond."""
     rows = [line.split("|") for line in lines]
-    names = partition.split(",") if partition else ()
-    wanted = [row for row in rows if (row[0] in names if names else row[1].endswith("*"))]
+    names = partition.split(",") if partition else [row[0] for row in rows if routed or row[1].endswith("*")]
+    wanted = [row for row in rows if not names or row[0] in names]
     usable = (node for _, _, node, state in wanted if not state.endswith("*") and not state.startswith(_UNUSABLE))
     return [*dict.fromkeys(usable)]
 

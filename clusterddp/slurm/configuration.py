@@ -151,6 +151,11 @@ def read_configuration() -> Configuration:
     return parse_configuration(slurm.run("scontrol", "show", "config"))
 
 
+def usable_nodes(partition: str | None) -> list[str]:
+    """``usable_nodes`` of commands.py, which asks the controller whether the site chooses the partition."""
+    return slurm.usable_nodes(partition, routed=partition is None and read_configuration().reroutes)
+
+
 def largest_array() -> int:
     """The number of tasks that an array may have. Raises SlurmError if this cluster has no arrays."""
     text = slurm.run("scontrol", "show", "config")
@@ -244,29 +249,30 @@ class Preemption:
 
 
 def preemption(partition: str | None, qos: str | None) -> Preemption:
-    """The policy of a partition (None: the default one), or the one with the shortest notice of several, such as
-    ``a,b``. With preempt/qos, of the QOS."""
+    """The policy of a partition (None: the default one, or any if none is), or the one with the shortest notice of
+    several, such as ``a,b``. With preempt/qos, of the QOS. A plugin may know a partition that Slurm does not."""
     configuration = slurm.run("scontrol", "show", "config")
-    names = (partition or slurm.default_partition()).split(",")
-    if len(names) == 1:
-        lines = {names[0]: slurm.run("scontrol", "show", "partition", "-o", names[0])}
-    else:
-        lines = {one.name: one.line for one in parse_partitions(slurm.run("scontrol", "show", "partition", "-o"))}
-    found = [policy(configuration, lines[name], name, qos) for name in names if name in lines]
+    lines = {one.name: one.line for one in parse_partitions(slurm.run("scontrol", "show", "partition", "-o"))}
+    if partition is None:
+        partition = slurm.default_partition() or ",".join(lines)
+    names = [name for name in partition.split(",") if name in lines]
+    found = [policy(configuration, lines[name], name, qos) for name in names]
+    found = found or [policy(configuration, None, partition, qos)]
     preempting = [one for one in found if one.mode != "OFF"]
     shortest = min(preempting or found, key=lambda one: one.notice_s)
     return replace(shortest, partition=" or ".join(dict.fromkeys(one.partition for one in preempting or found)))
 
 
-def policy(configuration: str, shown: str, partition: str, qos: str | None) -> Preemption:
-    """The same, from what ``scontrol show config`` and ``scontrol show partition -o`` print."""
+def policy(configuration: str, shown: str | None, partition: str, qos: str | None) -> Preemption:
+    """The same, from what ``scontrol show config`` and ``scontrol show partition -o`` print (None: nothing)."""
     config = fields(configuration)
-    with slurm.understood("scontrol", shown):
-        values = fields(shown.replace(" ", "\n"))
+    default_mode = config.get("PreemptMode", "OFF").split(",")[-1]
+    with slurm.understood("scontrol", shown or ""):
+        values = {"PreemptMode": default_mode} if shown is None else fields(shown.replace(" ", "\n"))
         name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
-    known = True
+    known = shown is not None
     if config.get("PreemptType") == "preempt/qos":
-        name, mode = qos or "normal", config.get("PreemptMode", "OFF").split(",")[-1]
+        name, mode = qos or "normal", default_mode
         of_qos = qos_preemption(name, mode)
         known = of_qos is not None
         mode, grace_s = of_qos or (mode, 0)

@@ -20,6 +20,7 @@ from clusterddp.messages import requests
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, waiting
 from clusterddp.slurm import commands, queue
+from clusterddp.slurm.configuration import usable_nodes
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
 from clusterddp.supervisor.controller import SlurmController
@@ -438,7 +439,7 @@ class History:
                 return 1
             with sweeps.without_outcome(self.disk, self.run):
                 self.invariants.submitted()
-                usable = partial(commands.usable_nodes, self.job.partition)
+                usable = partial(usable_nodes, self.job.partition)
                 nodes = node_memory.left_out(self.run, self.job, usable, waiting.time.time())
                 job_id = self._sbatch(*exclusion.option(None, nodes))
                 lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")

@@ -254,7 +254,7 @@ class Slurm:
                 return _done(command, self._queue(ids))
             case ["scontrol", "show", "config"]:
                 return _done(command, self._configuration())
-            case ["scontrol", "show", "partition", "-o", _]:
+            case ["scontrol", "show", "partition", "-o"]:
                 grace_s, mode = (0, "OFF") if self.settings.by_qos else (self.settings.grace_s, self.settings.mode)
                 return _done(command, f"PartitionName=low GraceTime={grace_s} PreemptMode={mode}")
             case ["scontrol", "show", "node", "-o", node]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from pathlib import Path
 
 import pytest
 
+import clusterddp
+from clusterddp.checks import nodes_job
 from clusterddp.cli.command_line import command
+from clusterddp.errors import JobDefinitionError
 from tests.sites.slurm import SITES, Site, install, options_in, options_of
+from tests.wording import raises
 
 NAMES = sorted(path.parent.name for path in SITES.glob("*/config.yaml"))
 
@@ -50,3 +55,19 @@ def test_one_command_starts_a_run(name: str, home: Path) -> None:
     given, expected = options_in((home / "run" / "job.sbatch").read_text()), site.module.EXPECTED
     wanted = options_of(shlex.split(expected))
     assert {key: given.get(key) for key in wanted} == wanted
+
+
+def test_doctor_and_launch_use_the_values_of_a_target(home: Path) -> None:
+    """As ``submit`` does: those of its own nodes, which are in none of the default partition."""
+    site = Site("jean_zay")
+    install("jean_zay", home / "bin")
+    (home / ".config" / "clusterddp" / "config.yaml").write_text((site.folder / "config.yaml").read_text())
+    options = argparse.Namespace(**dict.fromkeys(nodes_job.KEYS), on="a100")
+    options.nodes = 2
+    job = nodes_job.job_of(options)
+    assert (job.constraint, job.gpus_per_node) == ("a100", 8)
+    clusterddp.launch("train.py", nodes=2, gpus_per_node=8, on="a100", run_dir="run")
+    assert options_in((home / "run" / "job.sbatch").read_text())["constraint"] == "a100"
+    with raises(JobDefinitionError):
+        clusterddp.launch("train.py", nodes=2, gpus_per_node=8, on="a1000", run_dir="other")
+    assert not (home / "other").exists()

@@ -27,6 +27,8 @@ AccountingStorageEnforce = associations
 AccountingStorageType   = accounting_storage/slurmdbd
 AuthInfo                = socket=/run/munge.sock,cred_expire=6
 ClusterName             = alps
+CliFilterPlugins        = (null)
+JobSubmitPlugins        = (null)
 KillWait                = 10 sec
 PreemptMode             = REQUEUE
 PreemptType             = preempt/partition_prio

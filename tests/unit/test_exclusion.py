@@ -146,3 +146,5 @@ def test_usable_nodes_are_those_that_answer_and_take_jobs() -> None:
     ]
     lines = [f"low|low*|{state}" for state in states] + ["high|high|n9|idle"]
     assert parse_usable(lines, None) == parse_usable(lines, "low") == ["n1", "n3", "n7", "n8"]
+    assert parse_usable(lines, None, routed=True) == parse_usable(lines, "low,high") == ["n1", "n3", "n7", "n8", "n9"]
+    assert parse_usable(["high|high|n9|idle"], None) == ["n9"]  # no partition is default

@@ -193,6 +193,11 @@ def test_of_several_partitions_the_shortest_notice_counts(fake_slurm: FakeSlurm)
     fake_slurm |= {"scontrol show config": CONFIG.format("partition_prio"), "scontrol show partition": lines}
     found = preemption("a,b,c", None)
     assert (found.partition, found.grace_s, found.mode) == ("a or b", 60, "REQUEUE")
+    for names in ("internal", "internal,hidden"):  # for which a plugin may have another name
+        unknown = preemption(names, None)
+        assert (unknown.known, unknown.mode, unknown.notice_s) == (False, "REQUEUE", 30)
+    fake_slurm["sinfo"] = "a\nb\nc\n"
+    assert preemption(None, None) == found  # no partition is default
 
 
 def test_the_grace_period_of_an_unknown_qos_is_unknown(fake_slurm: FakeSlurm) -> None:

@@ -437,10 +437,16 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
 ) -> None:
     job = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu")
     fake_slurm["scontrol show node"] = "NodeAddr=10.0.0.1 "
+    fake_slurm["scontrol show config"] = "JobSubmitPlugins = (null)\nCliFilterPlugins = (null)\n"
     fake_slurm["sinfo"] = "low|low*|n1|idle\nlow|low*|n2|idle\nlow|low*|n3|idle\n"
     steering.check_nodes(run, job, ["n3"])
     with raises(UsageError):
         steering.check_nodes(run, job, ["n2", "n3"])
+    fake_slurm["sinfo"] += "gpu|gpu|n4|idle\ngpu|gpu|n5|idle\n"
+    with raises(UsageError):
+        steering.check_nodes(run, job, ["n2", "n3"])
+    fake_slurm["scontrol show config"] = "JobSubmitPlugins = lua\nCliFilterPlugins = (null)\n"
+    steering.check_nodes(run, job, ["n2", "n3"])  # the site chooses the partition, and n4 and n5 remain
     with raises(UsageError):
         steering.check_nodes(run, dataclasses.replace(job, nodelist="n[1-2]"), ["n2", "n3"])
 

@@ -367,7 +367,7 @@ def test_a_node_that_failed_the_run_twice_stays_excluded(
 ) -> None:
     """Where another one works."""
     happened(run, {"event": "excluded", "attempt": 0, "time": time.time(), "nodes": ["n2"]})
-    fake_slurm["sinfo"] = "".join(f"low|low*|{node}|idle\n" for node in usable)
+    fake_slurm |= {"sinfo": "".join(f"low|low*|{node}|idle\n" for node in usable), "scontrol show config": ""}
     look(run, info("NODE_FAIL"), fake_slurm)
     assert submitted == [f"job.sbatch{options}"]
 
