@@ -14,6 +14,7 @@ from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_paths import find_configuration_files
 from clusterddp.jobdef.job import KEYS, Job
+from clusterddp.jobdef.kinds import Sbatch
 from clusterddp.keys.table import Option
 from clusterddp.reporter import show
 from clusterddp.rundir.ownership import check_run
@@ -148,6 +149,12 @@ def check_combinations(arguments: argparse.Namespace, definition: Definition | N
         raise UsageError(
             "--here cannot be combined with --local, --dry-run, --wait, -f or --debug, because it runs in this "
             "allocation and waits for the end of the run"
+        )
+    requests = [key for key in JOB_OPTIONS if KEYS[key].mark(Sbatch) or key == "time"]
+    if arguments.here and (given := [key for key in [*requests, "sbatch"] if getattr(arguments, key)]):
+        raise UsageError(
+            f"--{', --'.join(given)} cannot be combined with --here, because the run's next job requests what this "
+            "allocation has. Give the options to salloc or sbatch"
         )
     if debugs and (arguments.wait or arguments.follow or arguments.dry_run):
         raise UsageError(

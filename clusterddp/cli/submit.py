@@ -20,7 +20,6 @@ from clusterddp.environment import in_batch_step
 from clusterddp.errors import FAILED, INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, enumerated, say, show
-from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, runs_folder
 from clusterddp.runs import sweep_submission
 from clusterddp.runs.progress_display import Progress, Shown
@@ -107,7 +106,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     In a batch step, this process becomes the supervisor. In salloc's shell, it shows progress and waits.
     """
     from clusterddp.runs.local import AllocatedRun
-    from clusterddp.slurm import batch
+    from clusterddp.slurm import allocation
     from clusterddp.slurm.batch import batch_script
     from clusterddp.supervisor.main import supervise_slurm
 
@@ -117,8 +116,8 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
         if run.exists():
             check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
         with recorded(run, job, created, Content(code=present)):
-            script = batch_script(batch.as_allocated(job, os.environ), run, Path.cwd())
-            write_atomically(run.batch_script, script)
+            jobs = allocation.as_allocated(job, os.environ)
+            allocation.write_script(run, *(batch_script(each, run, Path.cwd()) for each in jobs))
     elif not in_batch_step(os.environ):  # a requeued batch step must not take the present code
         check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
         write_code(run, present)

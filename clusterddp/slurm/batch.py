@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from clusterddp.jobdef.program import calls_method, module_file
 from clusterddp.process import PACKAGE_FOLDER, module_command
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
 
 #: Variables from which sbatch takes options. They are shown at submission, because users may have forgotten them.
@@ -42,20 +40,6 @@ def check_micro(job: Job) -> list[str]:
         f"--nodes {job.nodes_text}: {file} never calls run.micro(), and on fewer nodes a rank's share of a step may "
         "not fit into its memory. Put `for micro in run.micro(batch):` around the forward and backward passes, or "
         "request a fixed number of nodes"
-    )
-
-
-def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:
-    """The job with the resources of the surrounding allocation, which a resubmission requests again."""
-    info = slurm.show_job(slurm.own_job_id(environ) or "")
-    cpus = environ.get("SLURM_CPUS_PER_TASK")
-    return dataclasses.replace(
-        job,
-        partition=environ.get("SLURM_JOB_PARTITION"),
-        account=environ.get("SLURM_JOB_ACCOUNT"),
-        qos=environ.get("SLURM_JOB_QOS"),
-        cpus_per_task=int(cpus) if cpus else None,
-        time_s=int(info.time_limit_s) or None if info else None,
     )
 
 

@@ -90,7 +90,7 @@ Cannot (modify|cancel) scrontab jobs
 No eligible clusters for federated job
 RestrictedCoresPerGPU:
 # a site's job_submit plugin, which may return any number
-Batch job submission failed: (Unspecified error|Unknown error|Operation not permitted)
+(Batch job submission failed|allocation failure): (Unspecified error|Unknown error|Operation not permitted)
 # sbatch itself, before it asks the controller
 ^sbatch: (error|fatal): (?!.*(credential|Protocol))(?=.*\b[Ii]nvalid\b)
 ^sbatch: error: Unable to open file

@@ -25,7 +25,7 @@ _OPTIONS = {
     "WAIT4SWITCH": "switches",
 }
 #: Options that ask for the same in different ways. sbatch refuses some of these combinations, and adds up others.
-_SAME = (
+SAME = (
     {"mem", "mem-per-cpu", "mem-per-gpu"},
     {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "tres-per-task"},
     {"cpus-per-task", "cpus-per-gpu", "tres-per-task"},
@@ -43,7 +43,7 @@ def options_in(script: str) -> set[str]:
 def overridden(environ: Iterable[str], script: str) -> set[str]:
     """The variables that sbatch must not see, because this script states their options."""
     stated = options_in(script)
-    closed = stated.union(_NEVER, *(same for same in _SAME if same & stated))
+    closed = stated.union(_NEVER, *(same for same in SAME if same & stated))
     return {name for name in environ if name.startswith("SBATCH_") and _option(name) in closed}
 
 

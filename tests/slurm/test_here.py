@@ -47,6 +47,33 @@ def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_resumes(cluste
     assert (resumed["step"], resumed["redone"]) == (stopped["step"], 0), story(run)
 
 
+#: A user's own script. Its command line overrides two of its options.
+OWN_SCRIPT = """#!/bin/bash
+#SBATCH --partition=high -t 30
+#SBATCH --nodes=2 --ntasks-per-node=1
+#SBATCH --comment="the user's own" --nice=3
+trap '' TERM
+exec {command}
+"""
+
+
+def test_the_next_job_requests_what_the_users_own_script_and_its_command_line_did(cluster: Cluster, runs: Path) -> None:
+    """``sbatch -p low -t 7 job.sh``, preempted, with ``policy: resubmit``."""
+    run, script = RunDirectory(runs / "run"), runs / "job.sh"
+    script.write_text(OWN_SCRIPT.format(command=shlex.join(here(cluster, run, "--set", "policy=resubmit", *SCRIPT))))
+    typed = ["--parsable", "-p", "low", "-t", "7", f"--output={runs}/job.log", script]
+    first = cluster.run(["sbatch", *typed], cwd=cluster.source).stdout.strip()
+    wait_for_step(run, 20)
+    cluster.preempt(seconds=0.1)
+    assert wait_for_outcome(run) == "completed", story(run)
+    (resubmitted,) = events_of(run, "resubmitted")
+    before, after = cluster.job(first), cluster.job(resubmitted["job"])
+    same = ("Partition", "Account", "QOS", "TimeLimit", "NumNodes", "NumTasks", "Comment", "Nice", "JobName")
+    assert {field: after[field] for field in same} == {field: before[field] for field in same}
+    assert (after["Partition"], after["TimeLimit"], after["Nice"]) == ("low", "00:07:00", "3")
+    assert after["Comment"].startswith("the")
+
+
 @pytest.mark.product  # test_local.py has Ctrl-C, the test above how an attempt ends here
 def test_ctrl_c_saves_and_stops_and_the_same_command_continues(cluster: Cluster, runs: Path) -> None:
     """In one allocation: interrupted, continued, and completed."""
