@@ -30,7 +30,7 @@ from clusterddp.runs.submission import check, describe, record_local, submit_to_
 from clusterddp.runs.sweep_members import default_name, jobs_of, keys_of, named, nodes_of, of_python
 from clusterddp.runs.sweep_submission import Plan, Sweep, SweepFolder, planned, tell
 from clusterddp.runs.waiting import SHOWN_FILE_CHECK_S, Wait, Waiting
-from clusterddp.slurm.commands import scrub_own
+from clusterddp.slurm.commands import scrub_job_variables
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.verdict import failure_box
 
@@ -355,7 +355,7 @@ def _sweep_of(
 @contextmanager
 def without_job_variables() -> Iterator[None]:
     """Hides the variables of a surrounding job, which the new one must not inherit."""
-    removed = scrub_own()
+    removed = scrub_job_variables()
     try:
         yield
     finally:

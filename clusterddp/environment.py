@@ -395,7 +395,7 @@ def drop_inherited(environ: MutableMapping[str, str]) -> None:
             del environ[inherited]
 
 
-def check_own(environ: Mapping[str, str]) -> None:
+def check_is_rank(environ: Mapping[str, str]) -> None:
     """Raises LauncherEnvironmentError if the rank's variables are those of the process that started this one.
 
     A launcher in a rank's script may start ranks before the rank itself has joined the others, or set other variables.

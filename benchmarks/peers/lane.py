@@ -21,7 +21,7 @@ from tests.interruptions import HighJob, TooLong, power_off, power_on, term_sent
 
 #: A lane has a spare node for the one that dies.
 NODES = 3
-LOOK_S, LOOK_AT_SLURM_S = 0.1, 1.5
+FILES_POLL_S, QUEUE_POLL_S = 0.1, 1.5
 #: A run is over when so many looks in a row find no job: another may just be on its way.
 LOOKS = 3
 #: Powers and cables are the cluster's, and not made for several threads.
@@ -117,9 +117,9 @@ class Cell:
         end = ""
         looked = time.monotonic()
         while not end:
-            time.sleep(LOOK_S)
+            time.sleep(FILES_POLL_S)
             end = self._look(deadline)
-            if not end and time.monotonic() - looked > LOOK_AT_SLURM_S:
+            if not end and time.monotonic() - looked > QUEUE_POLL_S:
                 looked, end = time.monotonic(), self._look_at_slurm()
         final = self.folder / "final.bin"
         finished = final.stat().st_mtime if final.exists() else None

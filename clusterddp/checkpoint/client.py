@@ -61,7 +61,7 @@ class Snapshot:
         #: The file's descriptor, valid after ``prepare`` or ``take``.
         self.file = -1
         self._map: mmap.mmap | None = None
-        self._pinned = self._told = False
+        self._pinned = self._warned = False
         self._memory = torch.empty(0, dtype=torch.uint8)
         #: The header entries of the tensors that the memory is laid out for, and their total size in bytes.
         self.described, self.nbytes = file_format.described([]), 0
@@ -166,8 +166,8 @@ class Snapshot:
         if self._device.type == "cuda":
             code = pin_memory(self._memory.data_ptr(), size)
             self._pinned = not code
-            if code and not self._told:
-                self._told = True
+            if code and not self._warned:
+                self._warned = True
                 say(
                     f"could not pin {size / 2**30:.1f} GiB for the snapshot of the state (CUDA error {code}). "
                     "Training waits while a save copies the state from the GPU"

@@ -139,7 +139,7 @@ class Packed:
 
     def __init__(self, content: Any) -> None:
         #: For each place in the state that has a tensor: the tensor, and its name, which is at first its path.
-        self._found: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
         self._names: list[Any] = []
         #: The dicts that still have tensors where their JSON form has names, and the place of the first one.
         self._forms: list[tuple[dict[str, Any], int]] = []
@@ -147,7 +147,7 @@ class Packed:
             self._plain = self._walk(content, "")
         except RecursionError:
             raise CheckpointError("the state is nested too deeply, or contains itself") from None
-        found = self._found
+        found = self._tensors
         dtypes, shapes, addresses = self._attributes()
         self.tensors = dict(zip(self._names, found, strict=True))
         kept: Sequence[int] = range(len(found))
@@ -173,7 +173,7 @@ class Packed:
     def plain(self) -> Any:
         """The state as JSON values. Training does not wait until they are complete."""
         names = list(self._names)
-        for place, gpu in enumerate(map(_gpu_of, self._found)):
+        for place, gpu in enumerate(map(_gpu_of, self._tensors)):
             if gpu is not None:
                 name, order = names[place] if isinstance(names[place], list) else (names[place], None)
                 names[place] = [name, order, gpu]
@@ -190,8 +190,8 @@ class Packed:
         kind = type(item)
         if kind in _PLAIN_TENSORS:
             form = {"$tensor": item}
-            self._forms.append((form, len(self._found)))
-            self._found.append(item)
+            self._forms.append((form, len(self._tensors)))
+            self._tensors.append(item)
             self._names.append(path)
             return form
         if item is None or kind is bool or kind is str:
@@ -210,8 +210,8 @@ class Packed:
                 return item.copy()
             if set(map(type, values)) <= _PLAIN_TENSORS:
                 form = item.copy()
-                self._forms.append((form, len(self._found)))
-                self._found += values
+                self._forms.append((form, len(self._tensors)))
+                self._tensors += values
                 self._names += [f"{path}.{key}" for key in item] if path else item
                 return form
             return {key: self._walk(entry, _below(path, key)) for key, entry in item.items()}
@@ -251,7 +251,7 @@ class Packed:
 
     def _attributes(self) -> tuple[list[torch.dtype], list[torch.Size], list[int]]:
         """The dtype, shape and address of each tensor. Raises CheckpointError if one cannot be saved."""
-        found = self._found
+        found = self._tensors
         try:
             dtypes, shapes = list(map(attrgetter("dtype"), found)), list(map(attrgetter("shape"), found))
             addresses = list(map(torch.Tensor.data_ptr, found))
@@ -264,7 +264,7 @@ class Packed:
 
     def _check(self) -> None:
         """Raises CheckpointError for a tensor that cannot be saved."""
-        for tensor, path in zip(self._found, self._names, strict=True):
+        for tensor, path in zip(self._tensors, self._names, strict=True):
             if tensor.is_nested or tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
                 nested = "nested, " if tensor.is_nested else ""
                 raise CheckpointError(
@@ -278,7 +278,7 @@ class Packed:
         self.tensors, kept = {}, []
         names: dict[object, str] = {}
         often = Counter(addresses)
-        for place, (tensor, path, address) in enumerate(zip(self._found, self._names, addresses, strict=True)):
+        for place, (tensor, path, address) in enumerate(zip(self._tensors, self._names, addresses, strict=True)):
             view = _view(tensor) if often[address] > 1 else address
             if view not in names:
                 name, number = path, 2

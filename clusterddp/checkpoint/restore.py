@@ -288,7 +288,7 @@ class _Source:
     """On rank 0, the data of the found file, read and verified up to some place. Empty on other ranks."""
 
     def __init__(self, found: tuple[Checkpoint, Head] | None) -> None:
-        self._found = found
+        self._newest = found
         self._reading: Iterator[int] = iter(())
         self._verified = 0
         #: The damage in the data that was read so far.
@@ -296,14 +296,14 @@ class _Source:
 
     def read_into(self, into: file_format.Into) -> None:
         """Sets the target of the data."""
-        if self._found is not None:
-            checkpoint, head = self._found
+        if self._newest is not None:
+            checkpoint, head = self._newest
             self._reading = checkpoint.read_data(head, into)
 
     def read_up_to(self, stop: int) -> None:
         """Continues until this many bytes are verified, or damage is found."""
         try:
-            while self._found is not None and self._verified < stop and self.damage is None:
+            while self._newest is not None and self._verified < stop and self.damage is None:
                 self._verified = next(self._reading)
         except CheckpointError as error:
             self.damage = str(error)

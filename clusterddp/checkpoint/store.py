@@ -132,7 +132,7 @@ class Checkpoints:
     A run never deletes its newest checkpoint, one that ``keep.every`` or ``keep.best`` matches, or one outside the
     lineage. Once a newer attempt exists, the older one deletes only the file that it is writing, because
     ``check_newest`` raises Superseded before every other deletion. The checkpoints that a script saves by itself are
-    not deleted: ``worker/own_saves.py`` lets the script replace its file, and removes what a killed rank left of one.
+    not deleted: ``worker/script_saves.py`` lets it replace its file, and removes what a killed rank left of one.
     """
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep) -> None:

@@ -100,7 +100,7 @@ class Writer:
     Before each save, rank 0 writes the metrics up to its step, and makes room in the same way
     (``Saver._flush_metrics``). If that fails, the step is not saved. The lines of the metrics, and the events of the
     history (``History.pending``), stay in memory until they can be written. A script's own ``torch.save`` raises the
-    error of the disk, and its old file stays, unless ``protect_saves`` is off (``worker/own_saves.py``).
+    error of the disk, and its old file stays, unless ``protect_saves`` is off (``worker/script_saves.py``).
     """
 
     def __init__(self, connection: socket.socket, memory: int) -> None:

@@ -34,7 +34,7 @@ from clusterddp.slurm import configuration, queue
 from clusterddp.slurm.configuration import Preemption
 
 #: What the job wrote at its first or second start.
-Found = Mapping[str, Any]
+StartFacts = Mapping[str, Any]
 QUEUE_S, RANK_S = 3600.0, 60.0
 #: What a run needs on its nodes.
 COMMANDS = ("srun", "scontrol", "sbatch", "scancel")
@@ -105,7 +105,7 @@ def last_save_s(run: RunDirectory) -> float | None:
     return None if saved is None else saved.durable_s
 
 
-def verdict(preemption: Preemption, first: Found, second: Found, save_s: float | None) -> str | None:
+def verdict(preemption: Preemption, first: StartFacts, second: StartFacts, save_s: float | None) -> str | None:
     """Why a run would not survive a preemption here, or None if it would."""
     if not first:
         return "the job did not start within an hour, or failed. See its state with sacct"
@@ -122,7 +122,7 @@ def verdict(preemption: Preemption, first: Found, second: Found, save_s: float |
 
 
 def report(
-    preemption: Preemption, first: Found, second: Found, lifted_at: float | None, save_s: float | None
+    preemption: Preemption, first: StartFacts, second: StartFacts, lifted_at: float | None, save_s: float | None
 ) -> list[str]:
     """The results, line by line."""
     lines = [f"notice    {preemption.sentence(Job(name='drill', device='cpu'))}"]

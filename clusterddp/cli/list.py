@@ -31,7 +31,7 @@ from clusterddp.slurm.polling import PacedQueue
 from clusterddp.slurm.run_states import WORDS, RunState, run_states
 
 if TYPE_CHECKING:
-    from clusterddp.runs.sweep_members import Best, Comparison, Found
+    from clusterddp.runs.sweep_members import Best, Comparison, MemberAndState
 
 
 #: The columns to drop first on a narrow terminal, in this order.
@@ -300,7 +300,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     return 0
 
 
-def _tell_unknown(found: _Found, names: list[str]) -> None:
+def _tell_unknown(found: _Selection, names: list[str]) -> None:
     """Names the metrics of ``--show`` that no run has logged, and that have no column."""
     known = sorted({name for row in found.rows for name in values(row.summary)})
     if missing := [name for name in names if name not in [*known, *columns([], found.keys)]]:
@@ -308,7 +308,7 @@ def _tell_unknown(found: _Found, names: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Selection:
     """The rows in their order, the columns, and the metrics among these. For a sweep, also the steps of the metrics."""
 
     rows: list[Row]
@@ -318,7 +318,7 @@ class _Found:
     steps: str | None
 
 
-def _chosen(arguments: argparse.Namespace, queue: PacedQueue | None = None) -> _Found:
+def _chosen(arguments: argparse.Namespace, queue: PacedQueue | None = None) -> _Selection:
     states, by = _states(arguments.state), arguments.sort
     metrics = _names(f"{arguments.show},{_metric_of(arguments.best)}")
     wanted = [*metrics, by] if by and by not in columns(metrics) else metrics
@@ -338,7 +338,7 @@ def _chosen(arguments: argparse.Namespace, queue: PacedQueue | None = None) -> _
         raise UsageError(f"--sort {by}: no such column or metric. Available: {', '.join([*columns([]), *known])}")
     rows = [row for row in rows if not states or row.state.word in states]
     rows = ordered(rows, shown[by] if by else None, arguments.reverse)
-    return _Found(rows, shown, metrics, keys, sweep.sentence if sweep and metrics else None)
+    return _Selection(rows, shown, metrics, keys, sweep.sentence if sweep and metrics else None)
 
 
 def _is_metric(name: str, summaries: Sequence[Summary]) -> bool:
@@ -348,7 +348,7 @@ def _is_metric(name: str, summaries: Sequence[Summary]) -> bool:
     return name not in ("run", "state") and any(name in values(summary) for summary in summaries)
 
 
-def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:
+def _compared(pairs: list[MemberAndState], metrics: list[str]) -> Comparison | None:
     """The members of one sweep at equal steps. Imported here, because it loads the YAML reader."""
     if not any(summary.sweep for summary, _ in pairs):
         return None
@@ -366,7 +366,7 @@ def _metric_of(best: str | None) -> str:
     return metric_of(best)[0]
 
 
-def _best_row(found: _Found, metric: str) -> Row:
+def _best_row(found: _Selection, metric: str) -> Row:
     from clusterddp.runs.sweep_members import best
 
     run = best([(row.summary, row.state) for row in found.rows], metric).run
@@ -387,7 +387,7 @@ def _states(text: str) -> list[str]:
     return names
 
 
-def _lines(found: _Found, metric: str | None) -> list[str]:
+def _lines(found: _Selection, metric: str | None) -> list[str]:
     lines = table(found.rows, found.shown, live.terminal_width(), live.coloured(sys.stdout))
     if sys.stdout.isatty():
         lines += ["", heading(found.rows), *([found.steps] if found.steps else [])]

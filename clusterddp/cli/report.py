@@ -19,7 +19,7 @@ from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory, find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.runs import progress_display
-from clusterddp.runs.sweep_members import Found, compare
+from clusterddp.runs.sweep_members import MemberAndState, compare
 from clusterddp.slurm.run_states import run_states
 from clusterddp.version import __version__
 
@@ -72,7 +72,7 @@ def collected(runs: Sequence[RunDirectory], now: float) -> dict[str, Any]:
     return {"schema": SCHEMA, "made": now, "version": __version__, "runs": collected}
 
 
-def _values(found: Sequence[Found]) -> tuple[Mapping[Path, dict[str, str]], list[str]]:
+def _values(found: Sequence[MemberAndState]) -> tuple[Mapping[Path, dict[str, str]], list[str]]:
     """The values of a sweep's members by run directory, none for other runs, and why they cannot be read."""
     values: dict[Path, dict[str, str]] = {}
     try:

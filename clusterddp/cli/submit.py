@@ -35,7 +35,7 @@ from clusterddp.runs.recording import (
 from clusterddp.runs.submission import check, check_ranks, fit_to_cluster, record_local, submit_to_slurm
 from clusterddp.runs.sweep_members import Definition, argument_of, default_name, jobs_of, keys_of, named, of_options
 from clusterddp.runs.sweep_submission import Sweep, SweepFolder, check_marks, make_plan, planned, tell
-from clusterddp.slurm.commands import scrub_own
+from clusterddp.slurm.commands import scrub_job_variables
 from clusterddp.supervisor import lease
 
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     check_combinations(arguments, definition)
     os.umask(os.umask(0) & 0o077)  # one that denies the user access (277) would stop the run and Slurm's log
     if not arguments.here:
-        scrub_own()
+        scrub_job_variables()
     job = resolve_job(arguments, script_arguments, definition)
     if arguments.debug is not None and not 0 <= arguments.debug < job.world_size:
         raise UsageError(f"--debug {arguments.debug}: the job has {counted(job.world_size, 'rank')}, numbered from 0")

@@ -239,17 +239,17 @@ def _cleared(result: Any) -> int:
     return code
 
 
-_told_unpinned = False
+_warned_unpinned = False
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in pinned memory, from which and to which copies need no waiting, or as it is if CUDA refuses that."""
-    global _told_unpinned
+    global _warned_unpinned
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
-        if not _told_unpinned:
-            _told_unpinned = True
+        if not _warned_unpinned:
+            _warned_unpinned = True
             say(f"could not pin memory ({in_words(error)}). Copies to and from the GPU hold up the training")
         return tensor
 

@@ -218,7 +218,7 @@ class Hang:
 
 
 #: What ``Watch.look`` finds.
-Found = Hang | Slow | StillSlow | StragglerRecovered
+Finding = Hang | Slow | StillSlow | StragglerRecovered
 
 
 def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang | None:
@@ -476,7 +476,7 @@ class Watch:
             of_attempt=beat.made is not None,
         )
 
-    def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Found]:
+    def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Finding]:
         """What has been found by now. Call this every ``beat_s`` seconds.
 
         ``gone``: the ranks that have ended regularly. Others may work alone from then on, but they send heartbeats.
@@ -487,7 +487,7 @@ class Watch:
             silent = [status for status in statuses if _silent(status, self._clock.now, self._beat_s)]
             hang = self.confirmed_hang(silent, self._clock.now)
             return [hang] if hang else []
-        found: list[Found] = []
+        found: list[Finding] = []
         slow_now = {slow.rank: slow for slow in find_slow(statuses)}
         for rank in sorted(self._slow - slow_now.keys()):
             found.append(StragglerRecovered(rank, self._statuses[rank].host))

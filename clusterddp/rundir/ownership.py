@@ -57,11 +57,11 @@ def check_run(run: RunDirectory) -> None:
     Holds the run's folder, which others therefore cannot replace after this check.
     """
     hold_run(run, reopen=False)
-    check_own(run.path)
+    check_owner(run.path)
     closed = exists(run.path) and status_of(run.path).st_mode & 0o077 == 0
     snapshots = [run.code / name for name in names_in(run.code)] if exists(run.code) else []
     for path in (run.private, run.logs, run.checkpoints, run.job_file, run.batch_script, run.code, *snapshots):
-        check_own(path, closed)
+        check_owner(path, closed)
 
 
 def warn_of_replaceable(path: Path) -> None:
@@ -112,7 +112,7 @@ def owner_of(path: Path) -> str:
         return f"user {path.stat().st_uid}"
 
 
-def check_own(path: Path, closed: bool = False) -> None:
+def check_owner(path: Path, closed: bool = False) -> None:
     """Raises RunDirectoryError unless a file or folder belongs to this user or root and is closed to other writers.
 
     A path that does not exist passes. ``closed``: it is inside a folder that only this user can enter, so that its own
@@ -123,7 +123,7 @@ def check_own(path: Path, closed: bool = False) -> None:
 
 
 def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
-    """The message of ``check_own``. None if the path passes. ``instead``: the remedy if it belongs to a different
+    """The message of ``check_owner``. None if the path passes. ``instead``: the remedy if it belongs to a different
     user."""
     try:
         status = status_of(path)

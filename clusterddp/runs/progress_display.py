@@ -273,7 +273,7 @@ def failed_ranks(run: RunDirectory, attempt: AttemptView) -> set[int]:
     with suppress(FileNotFoundError, PermissionError):
         for match in filter(None, map(_RECORD.fullmatch, os.listdir(run.attempt_private(attempt.number)))):
             rank = int(match[1])
-            if RankEnd.read(rank, "", 0.0, run.rank_record(attempt.number, rank)).own:
+            if RankEnd.read(rank, "", 0.0, run.rank_record(attempt.number, rank)).by_itself:
                 failed.add(rank)
     return failed
 

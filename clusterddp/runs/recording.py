@@ -47,7 +47,7 @@ from clusterddp.rundir.files import (
     write_atomically,
     write_json,
 )
-from clusterddp.rundir.ownership import check_own, check_place, check_run, hold_run, warn_of_replaceable
+from clusterddp.rundir.ownership import check_owner, check_place, check_run, hold_run, warn_of_replaceable
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.slurm import commands as slurm
 from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
@@ -183,11 +183,11 @@ def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
 
 
 @contextmanager
-def alone(run: RunDirectory, created: bool) -> Iterator[None]:
+def exclusively(run: RunDirectory, created: bool) -> Iterator[None]:
     """Keeps other processes from submitting the run or starting its loop. Raises RunDirectoryError if one is doing so,
     or if a job or process trains the run. ``created``: as for ``recorded``. A new
     directory without a record, as after Ctrl-C or on a full disk, is removed."""
-    check_own(run.path, closed=True)
+    check_owner(run.path, closed=True)
     with ExitStack() as claims:
         with _removed_without_job(run, created):
             other = claims.enter_context(submitting(run))

@@ -498,7 +498,7 @@ class LocalTrials:
         """
         records = self.folder / f"{name}-steps"
         records.mkdir(mode=0o700)
-        trial = _Interruptions(record_local(self.job, str(self.folder / name), told=False, loop=False), self.job)
+        trial = _Interruptions(record_local(self.job, str(self.folder / name), prints=False, loop=False), self.job)
         with _Watched(trial, untils[-1], output) as progress, interrupts_counted(trial.interrupted):
             for until in untils:
                 if not trial.make(Recording(until, records.absolute()), progress):

@@ -35,7 +35,7 @@ from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import unlink
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.recording import ONLY_JOB, Content, alone, check_not_submitted, claim, present_code, recorded
+from clusterddp.runs.recording import ONLY_JOB, Content, check_not_submitted, claim, exclusively, present_code, recorded
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.configuration import usable_nodes
 from clusterddp.supervisor import lease
@@ -300,20 +300,20 @@ def check_ranks(job: Job, place: str | None) -> None:
 
 
 def record_local(
-    job: Job, run_dir: str | None, content: Content = ONLY_JOB, *, told: bool = True, loop: bool = True
+    job: Job, run_dir: str | None, content: Content = ONLY_JOB, *, prints: bool = True, loop: bool = True
 ) -> RunDirectory:
     """Records a job that is to run on this machine, without Slurm.
 
-    ``told``: whether to print the run directory. ``loop``: whether this process then starts its attempts.
+    ``prints``: whether to print the run directory. ``loop``: whether this process then starts its attempts.
     """
     content = replace(content, code=present_code(job, run_dir, content.source))
     run, created = claim(run_dir, job)
-    with alone(run, created):
+    with exclusively(run, created):
         with recorded(run, job, created, content):
             pass
         if loop:
             lease.loop_started(run)
-    if told:
+    if prints:
         show(f"Run directory: {run}")
     return run
 
@@ -327,7 +327,7 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     run, created = claim(run_dir, job)
     unlink(run.debug_file)  # of an earlier submission
     warn_of_unseen(run)
-    with alone(run, created):
+    with exclusively(run, created):
         excluded = node_memory.left_out(run, job, lambda: usable_nodes(job.partition), time.time())
         # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
         with signals_blocked(signal.SIGINT, signal.SIGHUP), recorded(run, job, created, content):

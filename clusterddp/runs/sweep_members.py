@@ -400,7 +400,7 @@ def _table(node: Node | None, mistakes: list[Mistake]) -> dict[str, dict[str, st
 
 # --- comparison
 
-Found: TypeAlias = "tuple[Summary, RunState]"
+MemberAndState: TypeAlias = "tuple[Summary, RunState]"
 #: States of members that train, or continue once they can.
 _UNDER_WAY = ("running", "held", "pending")
 
@@ -412,7 +412,7 @@ class Comparison:
 
     values: Mapping[str, Mapping[Path, str]]
     steps: int | None
-    members: Sequence[Found]
+    members: Sequence[MemberAndState]
 
     @property
     def sentence(self) -> str:
@@ -422,7 +422,7 @@ class Comparison:
         return f"Metrics after {counted(self.steps, 'step')}, which all members in progress have reached"
 
 
-def compare(members: Sequence[Found], metrics: Collection[str]) -> Comparison | None:
+def compare(members: Sequence[MemberAndState], metrics: Collection[str]) -> Comparison | None:
     """The members with their metrics at equal steps, or None unless all are members of one sweep."""
     folders = {summary.run.path.parent for summary, _ in members if summary.sweep is not None}
     if len(folders) != 1 or any(summary.sweep is None for summary, _ in members):
@@ -439,7 +439,7 @@ def compare(members: Sequence[Found], metrics: Collection[str]) -> Comparison | 
     return Comparison(_by_key(record, [summary.run for summary, _ in members]), steps, members)
 
 
-def common_steps(members: Sequence[Found]) -> int | None:
+def common_steps(members: Sequence[MemberAndState]) -> int | None:
     """The most steps that all members under way have done. None if none is. A member that waits for its first attempt
     does not count."""
     done = [summary.step for summary, state in members if state.word in _UNDER_WAY and summary.step is not None]
@@ -491,7 +491,7 @@ def metric_of(text: str) -> tuple[str, bool]:
     return found
 
 
-def best(members: Sequence[Found], text: str) -> Best:
+def best(members: Sequence[MemberAndState], text: str) -> Best:
     """The best member, among those that completed or are under way. Raises UsageError if none has logged the metric."""
     metric, smallest = metric_of(text)
     ranked: list[tuple[float, RunDirectory]] = []

@@ -57,7 +57,7 @@ from clusterddp.rundir.files import (
     write_atomically,
     write_json,
 )
-from clusterddp.rundir.ownership import check_own, check_place, warn_of_replaceable
+from clusterddp.rundir.ownership import check_owner, check_place, warn_of_replaceable
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
@@ -133,8 +133,8 @@ class SweepFolder:
             raise RunDirectoryError(
                 f"{self} is not empty and holds no sweep (no {SWEEP_FILE}). Choose a different --run-dir"
             )
-        check_own(self.path)
-        check_own(self.arrays)
+        check_owner(self.path)
+        check_owner(self.arrays)
 
     def create(self, share: str) -> None:
         """Creates the folder if it does not exist. ``share``: as in a job definition."""

@@ -40,7 +40,7 @@ from clusterddp.slurm.configuration import usable_nodes
 from clusterddp.slurm.polling import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
-from clusterddp.supervisor.limits import held
+from clusterddp.supervisor.retry_limits import stop_request
 
 #: Seconds between two looks at the runs' files.
 FILE_CHECK_S = 1.0
@@ -102,7 +102,7 @@ class Resubmitter:
 
         ``doubt_s``: for how many seconds the run has seemed to be over. A shared disk may still hide its outcome.
         """
-        if held(self._run.history()) is not None:  # the user has stopped the run, and its job does not continue it
+        if stop_request(self._run.history()) is not None:  # its job does not continue a run that the user has stopped
             return None
         if not (claims := self._claims()):
             return self._help_released(doubt_s)
@@ -170,7 +170,7 @@ class Resubmitter:
         or a lost node ended its job, if a requeued job failed before its batch script ran, or if its supervisor could
         not continue it or was killed."""
         history = self._run.history()
-        if self._run.cancelled or job is None or job.state == "CANCELLED" or held(history) is not None:
+        if self._run.cancelled or job is None or job.state == "CANCELLED" or stop_request(history) is not None:
             return False
         started = history.all(Started)
         of_job = [event for event in started if (event.job, event.restarts) == (job.job_id, job.restarts)]

@@ -69,7 +69,7 @@ def scrub(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not set_by_a_job(name)}
 
 
-def scrub_own() -> dict[str, str]:
+def scrub_job_variables() -> dict[str, str]:
     """Does the same to this process's environment. Returns the removed variables."""
     return {name: os.environ.pop(name) for name in os.environ.keys() - scrub(os.environ).keys()}
 

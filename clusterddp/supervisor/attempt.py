@@ -47,6 +47,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.schemas import is_time
 from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
+from clusterddp.supervisor.attempt_progress import lost_steps
 from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
@@ -77,9 +78,9 @@ from clusterddp.supervisor.controller import Controller, Monitor
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
-from clusterddp.supervisor.limits import gpu_hours_end, lost_steps
-from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
+from clusterddp.supervisor.retry_limits import gpu_hours_end
+from clusterddp.supervisor.script_checkpoints import LAST_SEARCH_S, ScriptCheckpoints
 from clusterddp.supervisor.step_log import StepLog
 from clusterddp.supervisor.verdict import end_of_file, rank_ends
 from clusterddp.trackers.registry import TRACKERS
@@ -124,11 +125,11 @@ class Attempt:
         )
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each running timer expires, on a clock that stops with this process: the job may be suspended.
-        self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
+        self._timers = {Timer.STOP_CHECK: 0.0, Timer.WATCHDOG: 0.0}
         self._clock = RunningClock(TICK_S)
         self._watch = self._new_watch()
         began = time.time() if history.began is None else history.began
-        self._own, self._ended = OwnCheckpoints(run, job, number, history), threading.Event()
+        self._script_checkpoints, self._ended = ScriptCheckpoints(run, job, number, history), threading.Event()
         self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
         #: Reads the steps of a script that does not use clusterddp, where the job says how.
         self._step_log: StepLog | None = None
@@ -215,7 +216,7 @@ class Attempt:
         request to stop, its cause decides what follows.
         """
         state, here = self._state, nodes_of(self._controller)[:1]
-        if state.exit_code != 0 or not state.unfinished or state.superseded or state.told or state.notice.stop:
+        if state.exit_code != 0 or not state.unfinished or state.superseded or state.stops_sent or state.notice.stop:
             return
         joined = sorted(state.hosts.keys() - state.ends.keys())
         records = [self._run.rank_record(self._number, rank) for rank in joined if state.node_of(rank) not in here]
@@ -247,8 +248,10 @@ class Attempt:
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
-        resumed = self._own.begin()
-        self._launcher.start(rank_command(self._job, self._own.newest is not None), self._environment(token), logs)
+        resumed = self._script_checkpoints.begin()
+        self._launcher.start(
+            rank_command(self._job, self._script_checkpoints.newest is not None), self._environment(token), logs
+        )
         self._start_timer(Timer.STEP, decide.STEP_S)
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
@@ -263,7 +266,7 @@ class Attempt:
         self._start("grace period", self._tell_notice)  # not in that one: a busy controller may take minutes
         if self._job.step_log is not None:
             self._step_log = StepLog(self._run, self._number, self._job.step_log, self.post)
-        looks = self._start("own checkpoints", lambda: self._own.watch(self._ended, self._record_own))
+        looks = self._start("own checkpoints", lambda: self._script_checkpoints.watch(self._ended, self._record_later))
         try:
             while self._state.exit_code is None:
                 self._handle(*self._next_event())
@@ -280,7 +283,7 @@ class Attempt:
                     late = late or error
             self._write_timing(self._timing.interval)
             self._ended.set()
-            looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
+            looks.join(LAST_SEARCH_S)  # a requeue does not wait for a disk
             with suppress(OSError):
                 if exists(self._run.child_step_file(self._number)):
                     self._writes.put(lambda: self._history.add("child_step"))
@@ -293,7 +296,7 @@ class Attempt:
     def _tell_of_missing_steps(self) -> None:
         """Reports that `steps: {log: ...}` matched no line, although rank 0 made steps or the script finished."""
         own = self._history.view.attempt(self._number)
-        if self._step_log is not None and not self._step_log.found and own.has(StepsSeen, Completed):
+        if self._step_log is not None and not self._step_log.has_matched and own.has(StepsSeen, Completed):
             say(
                 f"no line of rank 0's output matched `steps: {{log: {self._job.step_log!r}}}` in attempt {self._number}"
                 ". Correct the pattern, and submit the run again with --change"
@@ -301,7 +304,7 @@ class Attempt:
 
     def _environment(self, token: str) -> dict[str, str]:
         """The environment of the ranks."""
-        environ = {**os.environ, **self._own.variables()}
+        environ = {**os.environ, **self._script_checkpoints.variables()}
         if self._code is not None:
             environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
         used = self._history.view.last(DeviceMemory)
@@ -309,7 +312,7 @@ class Attempt:
             **environ,
             **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used.bytes)} if used else {}),
-            **self._own.saved(),
+            **self._script_checkpoints.saved(),
             **self._committed(),
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
@@ -416,10 +419,10 @@ class Attempt:
             raise event
         report = event.report if isinstance(event, RankEvent) else None
         if isinstance(report, Wrote):
-            self._own.written = report.file
+            self._script_checkpoints.written = report.file
             return
         if isinstance(event, RankEvent) and isinstance(report, OwnCheckpointRead | NotRead):
-            event = replace(event, report=replace(report, file=self._own.named(report.file)))
+            event = replace(event, report=replace(report, file=self._script_checkpoints.named(report.file)))
         self._tell_hook(now, event)
         if self._step_log is not None and isinstance(report, Progress):
             self._step_log.close()  # the script has a loop of clusterddp, which writes the metrics itself
@@ -506,7 +509,7 @@ class Attempt:
     def _record(self, event: str, at: float, values: Mapping[str, Any]) -> None:
         self._history.add(event, at, **values)
 
-    def _record_own(self, event: str, **values: Any) -> None:
+    def _record_later(self, event: str, **values: Any) -> None:
         self._writes.put(lambda: self._history.add(event, **values))
 
     def _record_address(self, token: str) -> None:

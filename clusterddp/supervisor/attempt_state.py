@@ -166,7 +166,7 @@ class Request:
 class Timer(enum.Enum):
     """A timer. As an event, it has expired."""
 
-    LOOK = "compare the time limit with the clock"
+    STOP_CHECK = "compare the time limit with the clock"
     WATCHDOG = "look for hung and slow ranks"
     DISMISS = "ask the peers of a failed rank to exit"
     KILL = "kill hung ranks, and the peers of a failed one"
@@ -423,12 +423,12 @@ class State:
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
     #: Whether rank 0 stops without the others: no step ended in time, or it has called a callable's ``checkpoint()``.
-    alone: bool = False
+    rank_0_alone: bool = False
     #: The reasons to stop that the ranks were sent, and those that one has confirmed: values of Stop, or SIGNAL.
-    told: frozenset[str] = frozenset()
+    stops_sent: frozenset[str] = frozenset()
     heard: frozenset[str] = frozenset()
     #: When the last was sent, in unix seconds, and how long after a TERM ranks are killed; None if unknown.
-    told_at: float = 0.0
+    sent_at: float = 0.0
     term_notice_s: float | None = None
     #: The controller's last answer, and why it was time to stop at the last look.
     notice: Notice = field(default_factory=lambda: Notice(None))
@@ -482,12 +482,12 @@ class State:
         as one before the time limit."""
         by_signal = self.notice.stop is not None and self.term_notice_s is not None
         notice_s = self.term_notice_s if by_signal else self.stop_margin_s
-        return min(self.told_at + (notice_s or 0.0), self.notice.end_time or math.inf)
+        return min(self.sent_at + (notice_s or 0.0), self.notice.end_time or math.inf)
 
     @property
     def given_up(self) -> bool:
         """Whether rank 0 has stopped without the others, which do not save."""
-        return self.alone and 0 in self.lost_at
+        return self.rank_0_alone and 0 in self.lost_at
 
     @property
     def ask_again_s(self) -> float:

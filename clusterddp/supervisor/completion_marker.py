@@ -19,8 +19,8 @@ from clusterddp.history.view import AttemptView, RunView
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.program import fill_pattern, shown_path
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.limits import STEPPED
-from clusterddp.supervisor.own_checkpoints import why_incomplete
+from clusterddp.supervisor.attempt_progress import STEPPED
+from clusterddp.supervisor.script_checkpoints import why_incomplete
 
 #: An empty file with one of these suffixes is a save that was cut off. Any other may be an empty mark.
 _CHECKPOINTS = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".npz", ".pkl"))

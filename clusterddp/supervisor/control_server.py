@@ -220,7 +220,7 @@ class ControlServer:
         self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: it may not rejoin
         self._known: Counter[int] = Counter()  # how many events each rank has reported
         self._store: dict[str, Any] | None = None
-        self._told: dict[str, Any] = {}
+        self._welcome: dict[str, Any] = {}
         self._requests: deque[Callable[[], None]] = deque()  # of other threads
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
@@ -233,7 +233,7 @@ class ControlServer:
 
     def tell(self, **values: Any) -> None:
         """Adds values to the answer that each rank gets when it joins from now on."""
-        self._request(lambda: self._told.update(values))
+        self._request(lambda: self._welcome.update(values))
 
     def broadcast(self, order: Order, ranks: Collection[int] | None = None) -> None:
         """Sends an order to these ranks, or to all, if they have joined.
@@ -486,7 +486,7 @@ class ControlServer:
             self._store = {"host": peer.address, "port": hello.port, "open": False}
         if self._store is not None:
             for joined in self._joined if first else [rank]:
-                answer = {**self._told, **self._store, "known": self._known[joined]}
+                answer = {**self._welcome, **self._store, "known": self._known[joined]}
                 self._outbox.send(self._joined[joined].connection, encoded(answer))
         again = Rejoined(rank=rank, host=hello.host, pid=hello.pid, address=peer.address)
         self._handlers.on_report(rank, again if back else Joined(hello.host))

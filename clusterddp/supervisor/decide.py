@@ -76,12 +76,12 @@ END_S = 8.0
 #: Slurm's UnkillableStepTimeout has the same default.
 UNKILLABLE_S = 60.0
 #: How often the time limit is compared with the clock, and a stop is sent again to ranks that have not confirmed it.
-LOOK_S = 2.0
+STOP_CHECK_S = 2.0
 #: A signal gets this much time to reach the ranks before its meaning is sent to them.
 SETTLE_S = 0.5
 #: How often ranks that connect to each other are looked at, at most, and after how long those that have not connected
 #: are named in the history.
-CONNECT_LOOK_S, MISSING_S = 5.0, 60.0
+CONNECT_CHECK_S, MISSING_S = 5.0, 60.0
 #: How long ranks that wait for one that does not call `init()` may take to report that themselves.
 OWN_ERROR_S = 10.0
 #: How many events of one kind the history takes from ranks other than 0, in an attempt.
@@ -103,11 +103,11 @@ def step(state: State, event: Event, now: float) -> Step:
         return state, [action for action in actions if isinstance(action, Record | Heartbeat | GpuFigures)]
     if state.superseded and not (isinstance(event, RanksExited) or event is Timer.ABANDON):
         return state, []
-    before = state.told
+    before = state.stops_sent
     state, actions = (
         _TIMERS[event](state, now) if isinstance(event, Timer) else _HANDLERS[type(event)](state, event, now)
     )
-    return state if state.told == before else replace(state, told_at=now), actions
+    return state if state.stops_sent == before else replace(state, sent_at=now), actions
 
 
 # Reports of ranks
@@ -142,7 +142,7 @@ def _on_joined(state: State, rank: int, joined: Joined) -> Step:
     """The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins,
     which may have stopped, too: a signal ends the ranks that wait for it."""
     state = replace(state, hosts=state.hosts.put(rank, joined.host))
-    late = sorted(state.told - {SIGNAL})
+    late = sorted(state.stops_sent - {SIGNAL})
     if late and 0 not in state.hosts:
         return state, [Do.NOTIFY_RANKS]
     return state, [Broadcast(orders.Stop(why), frozenset((rank,))) for why in late]
@@ -196,7 +196,7 @@ def _note(state: State, rank: int, event: HistoryEvent) -> Step:
         case Stopping() | Finishing():
             return replace(state, saving=True), []
         case Overdue():
-            return replace(state, alone=rank == 0), []
+            return replace(state, rank_0_alone=rank == 0), []
         case Progress():
             return _abandon(replace(state, unfinished=event.step < event.steps, saving=False))
         case Signal():
@@ -214,7 +214,7 @@ def _confirmed(state: State, why: str) -> Step:
     """A rank stops for this reason. If it is a signal, asks the controller what it means."""
     if why in state.heard:
         return state, []
-    state = replace(state, told=state.told | {why}, heard=state.heard | {why})
+    state = replace(state, stops_sent=state.stops_sent | {why}, heard=state.heard | {why})
     return state, [Do.ASK_CONTROLLER] if why == SIGNAL else []
 
 
@@ -225,7 +225,7 @@ def _on_left(state: State, rank: int, left: Left, now: float) -> Step:
     if before is None or (before.end.well and left.end is End.DISMISSED):
         state = replace(state, ends=state.ends.put(rank, left))
     if left.end.well:
-        return replace(state, alone=state.alone or left.alone), []
+        return replace(state, rank_0_alone=state.rank_0_alone or left.alone), []
     # A rank that exits with code 0 in its loop, and its peers, may do so for a signal that the controller explains.
     more_s = ASK_S if left.end is End.UNFINISHED else 0.0
     state = _lose(state, rank, now)
@@ -347,7 +347,7 @@ def _rest_s(state: State, now: float) -> float:
     """How long the peers of a failed rank may still save."""
     if state.given_up:
         return 0.0
-    notice_s = state.notice_ends - END_S - now if state.told else 0.0
+    notice_s = state.notice_ends - END_S - now if state.stops_sent else 0.0
     return max(notice_s, PEER_GRACE_S if state.saving else 0.0)
 
 
@@ -408,7 +408,7 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
         state, lost = replace(state, nodes_asked=True), [Do.ASK_NODES]
     # A stop that was already due is not sent any sooner.
     due = _due(state, now)
-    state, actions = (state, []) if due and due[0] is state.due else _look(state, now)
+    state, actions = (state, []) if due and due[0] is state.due else _check_stop(state, now)
     return state, [*back, *lost, *actions]
 
 
@@ -484,7 +484,7 @@ def _lose_nodes(state: State) -> Step:
     return state, [*records, *actions]
 
 
-def _look(state: State, now: float) -> Step:
+def _check_stop(state: State, now: float) -> Step:
     """Asks the ranks to stop if it is time, and again until one of them confirms it.
 
     A stop that the user requested has no deadline, so a later stop with a deadline is sent, too.
@@ -492,26 +492,27 @@ def _look(state: State, now: float) -> Step:
     due = _due(state, now)
     first = due is not None and due[0] is not state.due
     state = replace(state, due=None if due is None else due[0])
+    check_again = StartTimer(Timer.STOP_CHECK, STOP_CHECK_S)
     if due is None:
-        return state, [StartTimer(Timer.LOOK, LOOK_S)]
+        return state, [check_again]
     stop, why = due
     others = frozenset() if stop.value in REQUESTED_STOPS else REQUESTED_STOPS
     # Ranks that use clusterddp agree once one has got the stop. Scripts that expect a signal must all get it.
-    untold = state.job.stop.signal is not None and stop.value not in state.told
-    if state.heard - others and not untold:
-        return state, [StartTimer(Timer.LOOK, LOOK_S)]
+    unsent = state.job.stop.signal is not None and stop.value not in state.stops_sent
+    if state.heard - others and not unsent:
+        return state, [check_again]
     if first and state.notice.stop is not None:  # a signal is on its way
-        return state, [StartTimer(Timer.LOOK, SETTLE_S)]
-    told = state.told - others
+        return state, [StartTimer(Timer.STOP_CHECK, SETTLE_S)]
+    sent = state.stops_sent - others
     # The stop goes over the connections first. The launcher signals ranks that may not read theirs: they have not
     # joined, or run a Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the
     # signal goes to their children, too.
     actions: list[Action] = [Broadcast(orders.Stop(stop.value))]
-    if (told and not untold) or len(state.hosts) < state.job.world_size:
+    if (sent and not unsent) or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
-    if why and not told:
+    if why and not sent:
         actions.append(Record("notice", {"why": why}))
-    return replace(state, told=state.told | {stop.value}), [*actions, StartTimer(Timer.LOOK, LOOK_S)]
+    return replace(state, stops_sent=state.stops_sent | {stop.value}), [*actions, check_again]
 
 
 _WORDS = {
@@ -538,7 +539,7 @@ def _on_request(state: State, request: Request, now: float) -> Step:
     state, actions = user_requests.accept(state, request, now)
     if state.wanted is None or state.due:
         return state, actions
-    state, more = _look(state, now)
+    state, more = _check_stop(state, now)
     return state, [*actions, *more]
 
 
@@ -602,11 +603,11 @@ def _on_connecting(state: State, rank: int, connected: bool) -> Step:
     """A rank has called ``clusterddp.init()``, or has connected to the other ranks."""
     first = not state.connecting
     state = replace(state, connecting=state.connecting.put(rank, connected))
-    return state, [StartTimer(Timer.CONNECT, _connect_look_s(state))] if first and state.job.world_size > 1 else []
+    return state, [StartTimer(Timer.CONNECT, _connect_check_s(state))] if first and state.job.world_size > 1 else []
 
 
-def _connect_look_s(state: State) -> float:
-    return min(CONNECT_LOOK_S, state.job.timeouts.connect_s / 4)
+def _connect_check_s(state: State) -> float:
+    return min(CONNECT_CHECK_S, state.job.timeouts.connect_s / 4)
 
 
 def _on_connect(state: State, now: float) -> Step:
@@ -618,7 +619,7 @@ def _on_connect(state: State, now: float) -> Step:
 
     Looks are counted rather than seconds, because this process may be suspended with its job.
     """
-    again, ended, timeouts = StartTimer(Timer.CONNECT, _connect_look_s(state)), state.ends.keys(), state.job.timeouts
+    again, ended, timeouts = StartTimer(Timer.CONNECT, _connect_check_s(state)), state.ends.keys(), state.job.timeouts
     absent = [rank for rank in range(state.job.world_size) if rank not in state.connecting and rank not in ended]
     missing = [rank for rank, connected in sorted(state.connecting.items()) if not connected and rank not in ended]
     if not absent and not missing:
@@ -690,7 +691,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     StragglerRecovered: lambda state, rank, _: (state, [Record("straggler_recovered", asdict(rank))]),
 }
 _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
-    Timer.LOOK: _look,
+    Timer.STOP_CHECK: _check_stop,
     Timer.WATCHDOG: _on_watchdog,
     Timer.DISMISS: _on_dismiss,
     Timer.KILL: _on_kill,

@@ -217,7 +217,7 @@ def cpus_per_rank(job: Job) -> int:
 class LocalLauncher:
     """The same N x G ranks as processes of this machine, with the environment that they would have on N nodes.
 
-    ``told``: whether the loop has already requested a stop. It signals only ranks that exist.
+    ``stop_requested``: whether the loop has already requested a stop. It signals only ranks that exist.
     """
 
     name = "local"
@@ -225,8 +225,10 @@ class LocalLauncher:
     abandon_s = 0.0
     pid: int | None = None
 
-    def __init__(self, job: Job, terminal_rank: int | None = None, told: Callable[[], bool] = lambda: False) -> None:
-        self._job, self._terminal_rank, self._told = job, terminal_rank, told
+    def __init__(
+        self, job: Job, terminal_rank: int | None = None, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._job, self._terminal_rank, self._stop_requested = job, terminal_rank, stop_requested
         self.failed: Callable[[int], object] = lambda _: None
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         #: Ranks that have exited; None: the others are abandoned.
@@ -245,7 +247,7 @@ class LocalLauncher:
             for rank in range(self._job.world_size):
                 own = {**environment, **local_variables(self._job, rank)}
                 self._ranks[rank] = self._start_rank(rank, command, own, logs)
-        if self._told():
+        if self._stop_requested():
             self._signal_all(signal.SIGTERM)
 
     def _start_rank(

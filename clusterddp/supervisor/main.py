@@ -40,15 +40,15 @@ from clusterddp.rundir.ownership import check_run, hold_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.commands import scrub_own
+from clusterddp.slurm.commands import scrub_job_variables
 from clusterddp.supervisor import completion_marker, lease
 from clusterddp.supervisor.attempt import Attempt, last_line, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
-from clusterddp.supervisor.limits import exceeded, held
 from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART
+from clusterddp.supervisor.retry_limits import exceeded, stop_request
 from clusterddp.supervisor.verdict import Action
 from clusterddp.worker.code_paths import mapped
 
@@ -134,7 +134,7 @@ def supervise_local(run_directory: str, debug_rank: int | None, output_above: bo
     job = with_snapshot(run, load_trusted(run))
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
-    removed = scrub_own()
+    removed = scrub_job_variables()
     job = as_debugged(job, debug_rank)
     if CHECK_RESUME in removed:  # of the command that has started this process, and not of a job around it
         os.environ[CHECK_RESUME] = removed[CHECK_RESUME]
@@ -256,7 +256,7 @@ def finished(
     if run.cancelled or outcome["state"] == Action.CANCEL.value:
         say(f"{run} was cancelled and will not run again")
         return 1
-    if outcome["state"] is None and (stop := held(run.history())) is not None:
+    if outcome["state"] is None and (stop := stop_request(run.history())) is not None:
         if by_slurm and stop.attempt == newest:
             say(f"{run} was stopped by `clusterddp stop`. A requeue does not continue it, {BUT_SUBMIT}")
             return controller.leave_code

@@ -1,7 +1,7 @@
 """What follows once an attempt's ranks have exited: a restart in place, a requeue, a new job, or the end of the run.
 
 ``Recovery.act`` asks the controller why the ranks stopped (``slurm/run_states.Cause``), and ``verdict.judge`` gives the
-action for that. A run that exceeds a limit fails instead of a RESTART or AGAIN (``limits.exceeded``).
+action for that. A run that exceeds a limit fails instead of a RESTART or AGAIN (``retry_limits.exceeded``).
 
 - RESTART, after a failure that may pass, or to leave a node: ``_restart``. The run gets a new job only if this one has
   too few nodes without a lost or drained one, or if ranks run on a node that is to be excluded. If no rank could start
@@ -40,15 +40,11 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import completion_marker, lease
+from clusterddp.supervisor.attempt_progress import STEPPED, doubt, progress
 from clusterddp.supervisor.attempt_state import State, Stop
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
-from clusterddp.supervisor.limits import (
-    STEPPED,
-    doubt,
-    exceeded,
-    progress,
-)
+from clusterddp.supervisor.retry_limits import exceeded
 from clusterddp.supervisor.verdict import (
     Action,
     FirstFailure,
@@ -98,7 +94,7 @@ class Recovery:
         self._unended = result.unended
 
     @property
-    def _own(self) -> AttemptView:
+    def _attempt_view(self) -> AttemptView:
         """The events of this attempt so far."""
         return self._history.view.attempt(self._number)
 
@@ -111,7 +107,7 @@ class Recovery:
         return self._act(self._judge(self._why, exit_code))
 
     def _judge(self, ask: Callable[[], Cause], exit_code: int = 0) -> Verdict:
-        verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
+        verdict = judge(self._ends, exit_code, bool(self._state.stops_sent), ask, self._progress)
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
         completes = verdict.action is Action.COMPLETE
@@ -135,7 +131,7 @@ class Recovery:
 
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
-        own = self._own
+        own = self._attempt_view
         if own.has(ChildDied) or (self._job.done is None and own.unread):
             return doubt(self._history.view, self._number)
         if any(event.phase == "restoring" for event in own.all(Phase)) and not own.has(Beginning):
@@ -165,11 +161,11 @@ class Recovery:
             if cause is Cause.REQUEUED and self._state.preempted:
                 return Cause.PREEMPTED_WITHOUT_GRACE  # and its grace has passed
             # The limit was extended since, or the job was suspended, which does not use it up. The run continues.
-            if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.told:
+            if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.stops_sent:
                 return Cause.TIME_LIMIT
-            if cause is Cause.NONE and Stop.GPU_HOURS.value in self._state.told:
+            if cause is Cause.NONE and Stop.GPU_HOURS.value in self._state.stops_sent:
                 return Cause.GPU_HOURS
-            if self._state.busy and not self._state.told and cause in (Cause.NONE, Cause.TIME_LIMIT):
+            if self._state.busy and not self._state.stops_sent and cause in (Cause.NONE, Cause.TIME_LIMIT):
                 return Cause.NODES_BUSY  # near the time limit, too, no rank was asked to stop for it
             return _WISHES.get(self._state.wanted, cause) if self._state.wanted and cause is Cause.NONE else cause
 
@@ -228,7 +224,7 @@ class Recovery:
         if verdict.because and (verdict.action is Action.FAIL or self._exceeded(Restarted, verdict) is None):
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}, because {verdict.because}"
         first = FirstFailure(failure, verdict.others, step)
-        more = (added_arguments(self._run, self._own), then)
+        more = (added_arguments(self._run, self._attempt_view), then)
         above = self._controller.output_above and failure.rank == 0 and not failure.end.of_launcher
         text = failure_text(self._run, self._number, first, time.time(), self._history.secrets, more, above)
         show(failure_box(text))
@@ -238,7 +234,7 @@ class Recovery:
         the collective in which they waited for it. The metrics, which rank 0 writes, lag some steps behind."""
         if failure.step is not None:
             return failure.step
-        known = (self._own.first_step, self._history.saved()["step"])
+        known = (self._attempt_view.first_step, self._history.saved()["step"])
         return highest([*known, *(end.step for end in others if end.failed)])
 
     def _ends_for_good(self) -> bool:
@@ -301,12 +297,12 @@ class Recovery:
 
         Files that belong to it may be missing. A script that looks for its checkpoint itself would not follow.
         """
-        given, failure = self._own.first(OwnResume), verdict.first_failure
+        given, failure = self._attempt_view.first(OwnResume), verdict.first_failure
         if given is None or not given.arguments:
             return
         if failure is None or failure.end not in (End.EXCEPTION, End.EXIT) or failure.may_pass:
             return
-        if not failure.out_of_memory and not self._own.has(*STEPPED, SavedItself):
+        if not failure.out_of_memory and not self._attempt_view.has(*STEPPED, SavedItself):
             self._history.add("own_checkpoint_rejected", file=given.file, written=given.written)
 
     def _choose_course(self, lost: Sequence[str]) -> Choice:
@@ -316,7 +312,7 @@ class Recovery:
         if state.drained:
             leave.setdefault(state.drained, "is drained")
         if state.job.outlives_nodes:
-            suspects = {event.suspect for event in exclusion.of_nodes(self._own)}
+            suspects = {event.suspect for event in exclusion.of_nodes(self._attempt_view)}
             for node in exclusion.failed(self._history.view, now):
                 if node in suspects:
                     leave.setdefault(node, "failed repeatedly in this run")
@@ -339,7 +335,7 @@ class Recovery:
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
         """Records the nodes that stopped responding after the first one, while the ranks were exiting."""
-        known = [event.node for event in self._own.all(NodeLost)]
+        known = [event.node for event in self._attempt_view.all(NodeLost)]
         for node in nodes:
             if node not in known:
                 self._history.add("node_lost", node=node, suspect=node)
@@ -390,7 +386,7 @@ class Recovery:
             return 1
         if not self._controller.starts_again:
             return self._stop(verdict)
-        began = math.inf if self._own.began is None else self._own.began
+        began = math.inf if self._attempt_view.began is None else self._attempt_view.began
         me = self._controller.holder()
         other = _until_answered(partial(lease.submitted_again, self._run, self._number, me, began))
         # This process was stopped past the end of its job. While it holds the run, the other job exits as it starts.
@@ -432,7 +428,7 @@ class Recovery:
         """
         if cause not in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED, Cause.NODES_BUSY):
             return False
-        return not any(event.nodes for event in self._own.all(Requested))
+        return not any(event.nodes for event in self._attempt_view.all(Requested))
 
     def _requeues(self, cause: Cause) -> bool:
         """Whether to requeue a job that can be requeued, rather than to submit the run as a new job. If Slurm refuses
@@ -544,10 +540,10 @@ class Recovery:
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
-        newest = self._own.last(SavedItself) or self._own.first(OwnResume)
+        newest = self._attempt_view.last(SavedItself) or self._attempt_view.first(OwnResume)
         if newest is not None and newest.file is not None:
             ended["file"] = newest.file
-        if self._own.has(StepsSeen):
+        if self._attempt_view.has(StepsSeen):
             ended["made"] = max(1, self._made or 0)
         if verdict.unmarked:
             ended["unmarked"] = True

@@ -46,7 +46,7 @@ class StepLog:
         self._thread.start()
 
     @property
-    def found(self) -> bool:
+    def has_matched(self) -> bool:
         """Whether rank 0 has printed a step."""
         return self._step is not None
 

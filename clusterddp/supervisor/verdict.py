@@ -47,8 +47,9 @@ from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
+from clusterddp.supervisor.attempt_progress import LONG_S, PROGRESS_S, STEPPED, Progress
 from clusterddp.supervisor.attempt_state import State
-from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, STEPPED, Progress
+from clusterddp.supervisor.retry_limits import FRUITLESS
 
 #: Two connections that end within this many seconds count as ending together.
 JITTER_S = 0.5
@@ -200,7 +201,7 @@ class RankEnd:
         return self.known is not None and self.known.blame is Blame.PEER
 
     @property
-    def own(self) -> bool:
+    def by_itself(self) -> bool:
         """Whether the rank failed by itself: not through a lost peer, nor killed after a peer failed."""
         if self.known is not None and self.known.blame in (Blame.PEER, Blame.NETWORK):
             return False
@@ -357,13 +358,13 @@ _FOLLOWS = {
 
 
 def judge(
-    ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause], progress: Progress | None = None
+    ends: Sequence[RankEnd], exit_code: int, stop_sent: bool, ask: Callable[[], Cause], progress: Progress | None = None
 ) -> Verdict:
     """The verdict. ``ask`` queries the controller and is called only where its answer matters.
 
     ``exit_code`` is the launcher's (srun's). It shows what happened while an interpreter shut down, after the records.
     A signal then (128 + its number) does not undo the training, as gloo of torch 2.13 may abort a rank there.
-    ``told``: whether ranks were asked to stop. A crash just before the time limit is not a consequence of the limit.
+    ``stop_sent``: whether ranks were asked to stop. A crash just before the time limit is no consequence of it.
     ``progress``: of this attempt and those before. None if there was none.
     """
     all_done = (exit_code == 0 or exit_code > 128) and all(end.end is End.DONE for end in ends)
@@ -377,15 +378,17 @@ def judge(
     raised = failures[0] if failures and failures[0].end is End.EXCEPTION else None
     others = tuple(failures[1:])
     restarts, because = _restarts(failures[0], progress or Progress()) if failures else (False, "")
-    if raised is not None and raised.used_clusterddp and not restarts and not told:
+    if raised is not None and raised.used_clusterddp and not restarts and not stop_sent:
         return Verdict(Action.FAIL, _with(raised, because), Cause.NONE, raised, others, because)
-    if failures and (failures[0].end is End.DECLINED or (failures[0].end is End.REFUSED and not restarts and not told)):
+    if failures and (
+        failures[0].end is End.DECLINED or (failures[0].end is End.REFUSED and not restarts and not stop_sent)
+    ):
         return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
     cause = ask()
-    if cause is Cause.TIME_LIMIT and not told:
+    if cause is Cause.TIME_LIMIT and not stop_sent:
         cause = Cause.NONE
     # A script that does not use clusterddp, or left its loop, also exits with code 0 after a notice: it was stopped.
-    if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_REQUEST):
+    if all_done and (cause is Cause.UNKNOWN and not stop_sent if left_loop else cause in _BY_REQUEST):
         cause = Cause.NONE
     if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
         told_of = raised or next((end for end in failures if end.end.of_launcher and cause is Cause.UNKNOWN), None)
@@ -401,7 +404,7 @@ def judge(
         return Verdict(Action.FAIL, _with(failures[0], because), cause, failures[0], others, because)
     if stopped := [end for end in ends if end.end is End.STOPPED]:
         # By run.stop() or requeue(). A signal before all ranks had joined is not reported as one.
-        if not told and all(end.used_clusterddp for end in stopped):
+        if not stop_sent and all(end.used_clusterddp for end in stopped):
             cause = Cause.BY_SCRIPT
         return Verdict(Action.LEAVE, cause.value, cause)
     return Verdict(Action.FAIL, f"all ranks finished, but the launcher exited with code {exit_code}")
@@ -451,9 +454,9 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     """
     failures = sorted(failures, key=lambda end: (end.started, end.end is End.DISMISSED, end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
-    own = [end for end in near if end.own]
+    own = [end for end in near if end.by_itself]
     # One that ended before it joined was never connected, but the launcher saw that it was the first.
-    unseen = [end for end in failures if end.own and math.isinf(end.lost_at)]
+    unseen = [end for end in failures if end.by_itself and math.isinf(end.lost_at)]
     faulty = [end for end in failures if end.fault]
     first = (faulty or own or unseen or near)[:1]
     return first + [end for end in failures if end not in first]
@@ -571,7 +574,7 @@ def _different_calls(failure: RankEnd, others: Sequence[RankEnd], body: str) -> 
 
 def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     """How the other ranks ended, independent failures first."""
-    ordered = sorted(others, key=lambda end: (not end.own, end.rank))
+    ordered = sorted(others, key=lambda end: (not end.by_itself, end.rank))
     lines = [_other_end(end, failure) for end in ordered[:MOST_OTHERS]]
     if len(ordered) > MOST_OTHERS:
         lines.append(f"as a result: {counted(len(ordered) - MOST_OTHERS, 'more rank')}")
@@ -580,7 +583,7 @@ def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
 
 def _other_end(end: RankEnd, failure: RankEnd) -> str:
     """How another rank ended, which the launcher may have killed as the peer of a failed one."""
-    if end.own:
+    if end.by_itself:
         return f"also failed: {end.sentence()}"
     if not end.ended_by_us:
         return f"as a result: {end.sentence()}"

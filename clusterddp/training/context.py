@@ -150,7 +150,7 @@ def init(
     if seed is not None and (not isinstance(seed, Real) or seed != seed):  # NaN differs from the recorded one
         raise TypeError(f"clusterddp.init(seed={seed!r}): expected an integer")
     environment.drop_inherited(os.environ)
-    environment.check_own(os.environ)
+    environment.check_is_rank(os.environ)
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
     if read.attempt is not None or read.ranks.world_size > 1:
         environment.mark(os.environ, joined=True)
@@ -449,13 +449,13 @@ class Context(Loaders):
         """Connects saving, timing and tracking. Raises ValueError for a ``best`` that names no metric or
         contradicts the job."""
         read, group, report, heartbeat = self._settings, self._group, self._history.report, self._heartbeat
-        keep = with_best(read.job.checkpoint.keep, best, told=group.rank == 0)
+        keep = with_best(read.job.checkpoint.keep, best, warns=group.rank == 0)
         saver = Saver(read.run_dir, self.attempt, group, report, replace(read.job.checkpoint, keep=keep))
         times = step_times(parts, group.device, group.world_size)
         job = replace(read.job, seed=read.seed)
         tracking = Tracking(read.run_dir if group.rank == 0 else None, job, self.attempt, report)
         self._stopping.saver, saver.on_commit = saver, tracking.committed
-        heartbeat.timing, heartbeat.on_device = times.told, times.on_device
+        heartbeat.timing, heartbeat.on_device = times.heartbeat_values, times.on_device
         agreement, deadline = self._agreement, self._stopping.deadline
         common = read.job, read.seed, group, agreement
         return Services(*common, saver, deadline, heartbeat, times, tracking, report)

@@ -153,8 +153,8 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return found
 
 
-#: Each rank looks after this many steps, after an evaluation, and when all ranks stop.
-LOOK_STEPS = 32
+#: Each rank checks its shapes after this many steps, after an evaluation, and when all ranks stop.
+SHAPES_CHECK_STEPS = 32
 _KEY = "shapes_changed"
 #: The module in which torch records shapes since 2.6.
 _PGO = "torch._dynamo.pgo"

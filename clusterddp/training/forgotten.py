@@ -22,7 +22,7 @@ class Forgotten:
     """Watches an attempt's first steps. ``parts``: those of the run. Other steps have no cost."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        self._given = set(map(id, _held(parts.values())))
+        self._given = set(map(id, _steppable(parts.values())))
         self._optimizers = optimizers(parts)
         modules = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
         self._trained = {parameter for module in modules for parameter in module.parameters()}
@@ -63,7 +63,7 @@ class Forgotten:
                 yield one
 
 
-def _held(values: Iterable[Any]) -> list[Any]:
+def _steppable(values: Iterable[Any]) -> list[Any]:
     """Objects, and what their attributes, lists and dicts hold, such as the schedulers of a SequentialLR.
 
     Also what these hold, if they are schedulers, or others with a ``step`` and a state.

@@ -431,7 +431,7 @@ class Run:
         self._count_step()
         self._state.buffers.share()
         self._made += 1
-        if not self._made % exactness.LOOK_STEPS:
+        if not self._made % exactness.SHAPES_CHECK_STEPS:
             self._look_at_shapes()
         if self._saver.saves and self._made in COMPARED_AFTER:
             self._compare()

@@ -141,14 +141,14 @@ class RunState:
         """Brings what each rank has for itself to rank 0. Collective. Raises CheckpointError."""
         self.per_rank.gather()
         if self._group.world_size > 1:
-            own = {"gradients": self.gradients.apart(before_step), "buffers": self._own_buffers()}
+            own = {"gradients": self.gradients.apart(before_step), "buffers": self._differing_buffers()}
             with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then records that it lacks them
                 found = transfer.gather({key: one for key, one in own.items() if one}, self._group.control_device)
                 if found is not None:
                     self.gradients.gathered = [one.get("gradients", {}) for one in found]
                     self.buffers.gathered = [one.get("buffers", {}) for one in found]
 
-    def _own_buffers(self) -> Named:
+    def _differing_buffers(self) -> Named:
         """The buffers that differ from rank 0's. Collective."""
         own = self.buffers.in_ddp()
         if not own:

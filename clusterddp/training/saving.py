@@ -51,13 +51,13 @@ def metric_or_part(best: Any) -> tuple[str | None, dict[str, Any]]:
     return (best, {}) if isinstance(best, str) else (None, {"best": best})
 
 
-def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
+def with_best(keep: Keep, best: str | None, warns: bool = True) -> Keep:
     """The kept checkpoints, with the script's metric, unless the job definition names one.
 
     Args:
         keep: of the job definition.
         best: ``accuracy``, or ``-loss`` for the smallest value: see ``jobdef/job.py``.
-        told: whether to print that the job definition takes precedence.
+        warns: whether to print that the job definition takes precedence.
     """
     if best is None:
         return keep
@@ -66,7 +66,7 @@ def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
     chosen = replace(keep, best=found[0], best_is="min" if found[1] else "max")
     if keep.best is None or (keep.best, keep.best_is) == (chosen.best, chosen.best_is):
         return chosen
-    if told:
+    if warns:
         rule = f"the best checkpoint is chosen by {keep.best_rule} of the job definition"
         say(f"{rule}, not by ctx.run(best={best!r}). Leave one of them out")
     return keep
@@ -84,7 +84,7 @@ class BestSoFar:
         self._best = self._before = float("inf")
 
     @property
-    def found(self) -> bool:
+    def exists(self) -> bool:
         """Whether there is a best value."""
         return self._best < float("inf")
 
@@ -274,7 +274,7 @@ class Saver:
         self._best.value = None
         if best is None:
             return
-        if not self._best.found:
+        if not self._best.exists:
             self._logged.update(logged.values)
         if best in logged.values and not best_is_older:  # the decision to save this very step cannot wait for the value
             self._metrics.settle(step + 1, WAIT_S)
@@ -401,7 +401,7 @@ class Saver:
             self._sender.close()
         if self._checkpoints is not None:
             best = self._best.metric
-            logged_it = self._best.found or best in self._logged  # logged but not found: as NaN, or in no saved step
+            logged_it = self._best.exists or best in self._logged  # logged but not found: as NaN, or in no saved step
             if best is not None and self._logged and not logged_it:  # a misspelled metric, perhaps
                 logged = ", ".join(sorted(self._logged))
                 say(f"no step has logged {best!r}, the metric of the best checkpoint. Logged so far: {logged}")

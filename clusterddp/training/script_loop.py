@@ -133,7 +133,7 @@ class ScriptLoop:
         self._heartbeat, self._report, self._step_done = heartbeat, report, step_done
         self._calls = 0
         #: The last file of ``requeue(saved=...)``, and whether it existed.
-        self._told: tuple[Path, bool] | None = None
+        self._last_save: tuple[Path, bool] | None = None
         #: How many items of the epoch it had trained on when it was asked to stop.
         self._items: int | None = None
         #: Whether it has read the save of the previous attempt; None if that is unknown.
@@ -170,14 +170,14 @@ class ScriptLoop:
         if self._rank == 0 and saved is not None:
             file = Path(saved).absolute()
             there = file.exists()
-            if (file, there) != self._told:  # a script that catches Stopped calls this again
+            if (file, there) != self._last_save:  # a script that catches Stopped calls this again
                 if not there:
                     self._report("no_save", file=str(file))
                 elif self._items is None:
                     self._report("saved", file=str(file))
                 else:
                     self._report("saved", file=str(file), items=self._items, written=file.stat().st_mtime)
-                self._told = file, there
+                self._last_save = file, there
         reason = self._agreement.reason or "requested by the script"
         if self.run is not None:
             self.run.stop(reason)
@@ -199,7 +199,7 @@ class _ThisProcess:
     """The loop of this process: that of its context, once ``clusterddp.init()`` was called, or its own without one."""
 
     of_context: ScriptLoop | None = None
-    own: ScriptLoop | None = None
+    loop: ScriptLoop | None = None
 
 
 _this = _ThisProcess()
@@ -308,7 +308,7 @@ def _is_rank() -> bool:
 
 def _loop() -> ScriptLoop | None:
     """That of this process, begun at the first call. None in a process that is no rank."""
-    return _this.of_context or _this.own or (_begin() if _is_rank() else None)
+    return _this.of_context or _this.loop or (_begin() if _is_rank() else None)
 
 
 @functools.cache
@@ -326,7 +326,7 @@ def begin_context(loop: ScriptLoop) -> None:
 
 def began() -> bool:
     """Whether this process has a loop without a context."""
-    return _this.own is not None
+    return _this.loop is not None
 
 
 def _begin() -> ScriptLoop:
@@ -344,7 +344,7 @@ def _begin() -> ScriptLoop:
     shield_workers()
     steps = script_steps.current()
     steps.by_calls()
-    loop = _this.own = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
+    loop = _this.loop = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
 
     def close() -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
@@ -368,7 +368,7 @@ def _tell_of_handlers() -> None:
 
 def _forget_in_child() -> None:
     """A forked child is no rank."""
-    _this.of_context = _this.own = None
+    _this.of_context = _this.loop = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -168,7 +168,7 @@ class PerRank:
         self._states: list[dict[str, Any]] = []
         self._kept: bytes | None = None
         #: The size of all ranks' states, when they were last gathered, and whether ``near_limit`` has reported it.
-        self._bytes, self._told = 0, False
+        self._bytes, self._near_limit_reported = 0, False
         others = broadcast_json(sorted(self._parts), group.control_device)
         if others != sorted(self._parts):
             raise TypeError(
@@ -186,17 +186,17 @@ class PerRank:
 
     def keep(self) -> None:
         """Remembers this rank's state, for ``changed``, at the place for an evaluation."""
-        self._kept = transfer.digest(self._own()) if self._parts else None
+        self._kept = transfer.digest(self._state_dicts()) if self._parts else None
 
     def changed(self) -> bool:
         """Whether this rank's state may have changed since ``keep``, of this step."""
-        return bool(self._parts) and self._kept != transfer.digest(self._own())
+        return bool(self._parts) and self._kept != transfer.digest(self._state_dicts())
 
     def begin_step(self) -> None:
         """A step begins."""
         self._kept = None
 
-    def _own(self) -> dict[str, Any]:
+    def _state_dicts(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def gather(self) -> None:
@@ -208,7 +208,7 @@ class PerRank:
             return
         try:
             device = self._group.control_device
-            self._states = transfer.gather(self._own(), device, self._note_size, self.most_bytes) or []
+            self._states = transfer.gather(self._state_dicts(), device, self._note_size, self.most_bytes) or []
         except transfer.TooLarge as error:
             raise CheckpointError(
                 f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "
@@ -222,9 +222,9 @@ class PerRank:
 
     def near_limit(self) -> dict[str, Any] | None:
         """Names, bytes and the limit, once, when the states as last gathered take more than half of the limit."""
-        if self._told or 2 * self._bytes <= self.most_bytes:
+        if self._near_limit_reported or 2 * self._bytes <= self.most_bytes:
             return None
-        self._told = True
+        self._near_limit_reported = True
         return {"names": sorted(self._parts), "bytes": self._bytes, "limit": self.most_bytes}
 
     def progress(self) -> dict[str, Any]:

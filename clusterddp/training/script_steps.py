@@ -29,7 +29,7 @@ from clusterddp.reporter import say
 from clusterddp.training import settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.step_timing import step_times
-from clusterddp.worker import control_channel, optimizer_hook, own_saves, resume_watch
+from clusterddp.worker import control_channel, optimizer_hook, resume_watch, script_saves
 
 #: The counted optimizer is replaced by one that makes this many steps without it, because training has moved on.
 MOVED_ON = 100
@@ -61,8 +61,8 @@ class ScriptSteps:
             self._times.on_stall = lambda seconds: control_channel.report("stalled", seconds=seconds)
         watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
         self.heartbeat = begin_heartbeat(read, read.attempt or 0, watched)
-        self.heartbeat.timing = self._told
-        own_saves.surround_saves(self._saving)
+        self.heartbeat.timing = self._heartbeat_values
+        script_saves.surround_saves(self._saving)
         at_exit(self.close)
 
     def by_calls(self) -> None:
@@ -113,9 +113,9 @@ class ScriptSteps:
                 control_channel.report("steps_seen", **_output_sizes())
                 control_channel.report("phase", phase="training")
 
-    def _told(self) -> Mapping[str, Any]:
+    def _heartbeat_values(self) -> Mapping[str, Any]:
         """The figures as of ``ctx.run()``, without the phases that a step of the script is not divided into."""
-        told = self._times.told()
+        told = self._times.heartbeat_values()
         steps, _data, own, wait, _save = told["timing"]
         return told | {"timing": [steps, None, own, wait, None], "made": self.steps}
 
@@ -132,7 +132,7 @@ class ScriptSteps:
     def close(self) -> None:
         """Reports the last figures at the end of the script."""
         optimizer_hook.unwatch_optimizers()
-        own_saves.surround_saves()
+        script_saves.surround_saves()
         self._times.close()
         self.heartbeat.close()
 
@@ -203,7 +203,7 @@ def _device(optimizer: torch.optim.Optimizer) -> torch.device:
 def _forget_in_child() -> None:
     global _current
     _current = None
-    own_saves.surround_saves()
+    script_saves.surround_saves()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -351,7 +351,7 @@ class StepTimes:
             self._pace = (statistics.median(self._samples), all_s / steps)
         self.on_sample(self._sums)
 
-    def told(self) -> dict[str, Any]:
+    def heartbeat_values(self) -> dict[str, Any]:
         """The values of a heartbeat: the pace, if it is known, and the totals up to the first step boundary since the
         last heartbeat, or a later one."""
         self._wanted = True

@@ -55,7 +55,7 @@ class PreemptibleCall:
         self._run, self._attempt, self._delayed = run, attempt, delayed
         self._checkpoint = checkpoint_of(delayed)
         self._process = os.getpid()
-        self._told = False
+        self._signalled = False
 
     def carry_out(self) -> Any:
         """The function's return value. Raises Stopped if it had to stop."""
@@ -71,15 +71,15 @@ class PreemptibleCall:
                 self._keep_checkpoint()
             raise
         except Exception as error:
-            if self._told and self.rank != 0:  # rank 0 has exited, so this rank's collective failed
+            if self._signalled and self.rank != 0:  # rank 0 has exited, so this rank's collective failed
                 raise Stopped(None, "rank 0 has stopped") from error
             raise
 
     def _on_signal(self, number: int, _: object) -> None:
         """Rank 0 stops here. The other ranks continue: rank 0 may be waiting for them in a collective."""
-        if os.getpid() != self._process or self._told:
+        if os.getpid() != self._process or self._signalled:
             return  # in a forked worker, or a second signal
-        self._told = True
+        self._signalled = True
         if self.rank == 0:
             self._keep_checkpoint()
             raise StoppedAlone(None, f"signal {signal.Signals(number).name.removeprefix('SIG')}")

@@ -66,9 +66,9 @@ from clusterddp.worker import (
     gpus,
     interfaces,
     optimizer_hook,
-    own_saves,
     rank_exit,
     resume_watch,
+    script_saves,
     signals,
     spawned_children,
 )
@@ -134,10 +134,10 @@ def main() -> None:
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
     attempt = int(os.environ[protocol.ATTEMPT])
-    own_saves.sweep(run, attempt)
+    script_saves.sweep(run, attempt)
     protects, sees = (os.environ.get(name) != "off" for name in (protocol.PROTECT_SAVES, protocol.SEE_STEPS))
     if protects:
-        own_saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
+        script_saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
     if sees:
         optimizer_hook.watch_optimizers(run.child_step_file(attempt).absolute())
     children.watch()

@@ -200,4 +200,4 @@ def test_an_exit_with_steps_left_is_a_stop_when_there_is_a_reason_to_stop(
 
 def test_a_break_after_a_notice_is_no_completion_while_the_controller_is_unreachable() -> None:
     """Its cause remains unknown."""
-    assert _judged(Cause.UNKNOWN, told=True, end="done", left_loop=True) is Action.LEAVE
+    assert _judged(Cause.UNKNOWN, stop_sent=True, end="done", left_loop=True) is Action.LEAVE

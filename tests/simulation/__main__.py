@@ -22,11 +22,14 @@ from tests.simulation.mutants import MUTANTS, found_after
 CHUNK, TOLD = 50, 5000
 #: The modules of the protocol, without the implementations of what is a model here.
 PROTOCOL = (
-    *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "lease", "limits")),
-    *(f"supervisor/{name}.py" for name in ("main", "recovery", "user_requests", "verdict")),
+    *(
+        f"supervisor/{name}.py"
+        for name in ("attempt", "controller", "decide", "history", "lease", "attempt_progress", "retry_limits")
+    ),
+    *(f"supervisor/{name}.py" for name in ("lease", "main", "recovery", "retry_limits", "user_requests", "verdict")),
     *("slurm/commands.py", "slurm/configuration.py", "slurm/queue.py", "slurm/run_states.py"),
     *("runs/waiting.py", "runs/request_client.py"),
-    *("runs/sweep_submission.py", "supervisor/own_checkpoints.py"),
+    *("runs/sweep_submission.py", "supervisor/script_checkpoints.py"),
     *("failures/node_memory.py", "failures/placement.py", "failures/exclusion.py"),
 )
 

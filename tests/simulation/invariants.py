@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 #: Events of attempts that never started their ranks.
 _WITHOUT_RANKS = ("submitted", "forked", *RUN_ENDS)
-#: Between two looks at what lasts, in simulated seconds.
-LOOK_S = 5.0
+#: Between two checks of what lasts, in simulated seconds.
+INVARIANTS_S = 5.0
 #: How long two attempts may train at a time where all of it can be seen, and a job may hold nodes without ranks.
 TOGETHER_S, IDLE_S = 60.0, 120.0
 #: How long a job may wait for a node that is lost, while its supervisor can ask the controller.
@@ -496,7 +496,7 @@ class Invariants:
 
     def check(self) -> None:
         """What lasts, at ``look_at``."""
-        self.look_at = self._world.now + LOOK_S
+        self.look_at = self._world.now + INVARIANTS_S
         if self._world.events > self._most_events:
             if not self._lacks_nodes():
                 self._violated("progress", f"{len(self.attempts)} attempts, and no end")

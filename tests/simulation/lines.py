@@ -18,7 +18,7 @@ LEFT_OUT = {
     "runs/request_client.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay", "ask"},
     "slurm/commands.py": {
         *("submission_cluster", "require", "default_partition", "read_cluster", "parse_nodes", "parse_gres"),
-        *("scrub_own", "scrub", "for_parsing", "NodeShape", "cluster_name", "unix_time", "node_address"),
+        *("scrub_job_variables", "scrub", "for_parsing", "NodeShape", "cluster_name", "unix_time", "node_address"),
     },
     "slurm/configuration.py": {
         *("sentence", "_continuation", "Configuration", "Partition", "Association", "parse_configuration"),
@@ -28,14 +28,14 @@ LEFT_OUT = {
     "slurm/queue.py": {"_of_limit", "_by_beginning", "_changed"},
     "slurm/slurmd.py": {"unanswering", "addresses", "_is_down"},
     "slurm/run_states.py": {"_of_process", "_recorded"},
-    "supervisor/attempt.py": {"_tell_of_missing_steps", "_record_own", "last_line", "_on_new_nodes", "_run_began"},
+    "supervisor/attempt.py": {"_tell_of_missing_steps", "_record_later", "last_line", "_on_new_nodes", "_run_began"},
     "supervisor/controller.py": {
         *("batch_step_began", "give_notice", "Controller", "AllocationController", "LocalController", "_stop_said"),
     },
     "supervisor/lease.py": {
         *("let_go_unreachable", "loop_started", "loop_ended", "loop_here", "local_loop_alive", "_held_by_process"),
     },
-    "supervisor/limits.py": {"doubt", "_script_s", "_interrupted"},
+    "supervisor/attempt_progress.py": {"doubt", "_script_s", "_interrupted"},
     "supervisor/main.py": {
         *("supervise_slurm", "load_trusted", "with_snapshot", "as_debugged", "supervise_local", "prepare_process"),
         *("main", "_open_own_log", "without_spares", "conclude"),
@@ -50,7 +50,7 @@ LEFT_OUT = {
         "_other_end",
     },
     "supervisor/completion_marker.py": {"_why_not", "_line", "_printed", "_matching"},
-    "supervisor/own_checkpoints.py": {
+    "supervisor/script_checkpoints.py": {
         *("_match", "_files", "why_incomplete", "_why_file", "_why_safetensors", "_content", "_what_is_missing"),
         *("_continues_from", "_without_numbers", "beside", "saved"),
     },

@@ -48,8 +48,8 @@ from clusterddp.supervisor import (
     hook,
     lease,
     main,
-    own_checkpoints,
     recovery,
+    script_checkpoints,
 )
 from clusterddp.supervisor.verdict import failure_text
 from tests.simulation import sweeps
@@ -261,9 +261,9 @@ def _is_too_old(path: Path, since: float) -> str | None:
         return str(error.strerror)
 
 
-def _match(path: str) -> own_checkpoints._Match | None:
+def _match(path: str) -> script_checkpoints._Match | None:
     try:
-        return own_checkpoints._Match(path, int(_now.disk.status(Path(path)).st_mtime * 1e9))
+        return script_checkpoints._Match(path, int(_now.disk.status(Path(path)).st_mtime * 1e9))
     except OSError:
         return None
 
@@ -300,10 +300,10 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (lease, "owner_of", lambda _: "ddp"),
     (completion_marker, "glob", SimpleNamespace(glob=_paths)),
     (completion_marker, "_why_not", _is_too_old),
-    (own_checkpoints, "glob", SimpleNamespace(glob=_paths)),
-    (own_checkpoints, "_match", _match),
-    (own_checkpoints, "why_incomplete", _why_incomplete),
-    (own_checkpoints, "_content", lambda path: hash(path)),
+    (script_checkpoints, "glob", SimpleNamespace(glob=_paths)),
+    (script_checkpoints, "_match", _match),
+    (script_checkpoints, "why_incomplete", _why_incomplete),
+    (script_checkpoints, "_content", lambda path: hash(path)),
 )
 
 

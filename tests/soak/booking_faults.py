@@ -23,8 +23,8 @@ from tests.soak.booking_truth import Record
 from tests.trainings import Training
 
 WAIT_S = 240.0
-#: Seconds between two looks at /proc.
-LOOK_S = 0.05
+#: Seconds between two scans of /proc.
+SCAN_S = 0.05
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "hang": signal.SIGSTOP}
 
 #: In this order. ``controller`` restarts slurmctld, which interrupts nothing; nor does ``stall``; ``slow``: rank 1 is
@@ -47,7 +47,7 @@ class Observer(threading.Thread):
         self.records: list[Record] = []
 
     def run(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(SCAN_S):
             self._look()
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Observer(threading.Thread):
         self.join()
 
     def _look(self) -> None:
-        now = time.time() - LOOK_S / 2
+        now = time.time() - SCAN_S / 2
         found = {process: kind for process in processes() if (kind := _kind(process.command()))}
         for process in self._alive.keys() - found.keys():
             begun, kind = self._alive.pop(process)

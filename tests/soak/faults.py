@@ -11,7 +11,7 @@ from typing import Any
 
 from clusterddp.hostlist import expand
 from clusterddp.rundir.json_lines import read_lines
-from clusterddp.supervisor.limits import FRUITLESS
+from clusterddp.supervisor.retry_limits import FRUITLESS
 from tests.cluster import Cluster
 from tests.interruptions import TooLong, power_off, power_on, until
 from tests.trainings import Training

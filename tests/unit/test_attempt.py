@@ -58,8 +58,8 @@ from clusterddp.supervisor.attempt_state import (
 from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
-from clusterddp.supervisor.limits import exceeded, gpu_hours_end
 from clusterddp.supervisor.main import as_started, supervise
+from clusterddp.supervisor.retry_limits import exceeded, gpu_hours_end
 from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel

@@ -58,7 +58,7 @@ def test_the_job_definition_takes_precedence_and_says_so(capsys: pytest.CaptureF
     assert capsys.readouterr().err == ""
     assert with_best(keep, "-loss") == keep
     says(capsys.readouterr().err)
-    assert with_best(keep, "-loss", told=False) == keep
+    assert with_best(keep, "-loss", warns=False) == keep
     assert capsys.readouterr().err == ""
 
 

@@ -43,13 +43,13 @@ from clusterddp.supervisor.attempt_state import (
     Timer,
 )
 from clusterddp.supervisor.decide import (
-    CONNECT_LOOK_S,
+    CONNECT_CHECK_S,
     END_S,
     HANG_GRACE_S,
-    LOOK_S,
     OWN_ERROR_S,
     PEER_GRACE_S,
     SETTLE_S,
+    STOP_CHECK_S,
     UNKILLABLE_S,
     step,
 )
@@ -70,7 +70,7 @@ AWAY = ControllerFailed("Unable to contact slurm controller")
 PREEMPTED = Notice(None, Stop.PREEMPTION)
 TOLD = reported(0, "signal", {"signal": "TERM"})
 HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) has been stuck at step 7 for 606 s", 605.0)
-AGAIN = StartTimer(Timer.LOOK, LOOK_S)
+AGAIN = StartTimer(Timer.STOP_CHECK, STOP_CHECK_S)
 
 
 #: Rank 0's question before it commits a checkpoint, that to rank 1, its answer, and what rank 0 gets.
@@ -396,7 +396,7 @@ def test_a_rank_that_joins_after_a_stop_is_told_of_it() -> None:
     """Its node was cut off while the user stopped the run: it waited for the others, which had stopped, for hours."""
     late = reported(1, "joined", {"host": "n2"})
     state = State(JOB, ("n1", "n2"), abandon_s=5.0)
-    for event in (reported(0, "joined", {"host": "n1"}), PREEMPTED, Timer.LOOK):
+    for event in (reported(0, "joined", {"host": "n1"}), PREEMPTED, Timer.STOP_CHECK):
         assert not actions(state, late)
         state, _ = step(state, event, NOW)
     assert actions(state, late) == [Broadcast(orders.Stop(Stop.PREEMPTION.value), frozenset((1,)))]
@@ -454,13 +454,13 @@ def test_a_preemption_that_reached_no_rank_is_forwarded_until_one_confirms() -> 
     """A signal gets a moment to arrive; the second time the launcher signals the ranks, too."""
     stop = Broadcast(orders.Stop("preemption"))
     state, todo = step(after(), PREEMPTED, NOW)
-    assert todo == [StartTimer(Timer.LOOK, SETTLE_S)]
+    assert todo == [StartTimer(Timer.STOP_CHECK, SETTLE_S)]
     assert actions(state, PREEMPTED) == []
-    state, todo = step(state, Timer.LOOK, NOW)
+    state, todo = step(state, Timer.STOP_CHECK, NOW)
     assert todo == [stop, Record("notice", {"why": "the job is being preempted"}), AGAIN]
-    state, todo = step(state, Timer.LOOK, NOW)
+    state, todo = step(state, Timer.STOP_CHECK, NOW)
     assert todo == [stop, Do.NOTIFY_RANKS, AGAIN]
-    assert actions(after(TOLD, state=state), Timer.LOOK) == [AGAIN]
+    assert actions(after(TOLD, state=state), Timer.STOP_CHECK) == [AGAIN]
 
 
 @pytest.mark.parametrize(
@@ -473,12 +473,12 @@ def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
     held = after(Request(1, requests.Stop()), reported(0, "notified", {"reason": "clusterddp stop"}))
     state, todo = step(held, notice, NOW)
     if waits:  # its TERM may be on its way
-        state, todo = step(state, Timer.LOOK, NOW)
+        state, todo = step(state, Timer.STOP_CHECK, NOW)
     assert Broadcast(orders.Stop(word)) in todo and Do.NOTIFY_RANKS not in todo
     assert [action.event for action in todo if isinstance(action, Record)] == ["notice"]
     heard = reported(0, "notified", {"reason": word})
-    assert actions(after(heard, state=state), Timer.LOOK) == [AGAIN]
-    assert actions(after(TOLD, notice, state=held), Timer.LOOK) == [AGAIN]
+    assert actions(after(heard, state=state), Timer.STOP_CHECK) == [AGAIN]
+    assert actions(after(TOLD, notice, state=held), Timer.STOP_CHECK) == [AGAIN]
 
 
 def test_the_controller_is_asked_at_the_first_signal_also_of_ranks_that_are_stopping_already() -> None:
@@ -493,7 +493,7 @@ def test_the_controller_is_asked_at_the_first_signal_also_of_ranks_that_are_stop
 def test_ranks_that_have_not_joined_are_signalled_by_the_launcher() -> None:
     """They cannot receive it yet."""
     state, _ = step(State(JOB), PREEMPTED, NOW)
-    assert actions(state, Timer.LOOK)[:2] == [Broadcast(orders.Stop("preemption")), Do.NOTIFY_RANKS]
+    assert actions(state, Timer.STOP_CHECK)[:2] == [Broadcast(orders.Stop("preemption")), Do.NOTIFY_RANKS]
 
 
 @pytest.mark.parametrize(
@@ -515,19 +515,19 @@ def test_the_ranks_are_told_in_time_for_the_time_limit(end_time: float | None, w
 def test_the_time_limit_is_watched_while_the_controller_does_not_answer() -> None:
     """As far as it was known."""
     state = after(Notice(NOW + 9000), AWAY)
-    assert actions(state, Timer.LOOK) == [AGAIN]
-    assert Broadcast(orders.Stop("time limit")) in actions(state, Timer.LOOK, NOW + 8990)
+    assert actions(state, Timer.STOP_CHECK) == [AGAIN]
+    assert Broadcast(orders.Stop("time limit")) in actions(state, Timer.STOP_CHECK, NOW + 8990)
 
 
 def test_the_ranks_are_told_as_soon_as_the_gpu_hours_are_used_up() -> None:
     """A preemption, a time limit or the user's own request goes before."""
     state = dataclasses.replace(after(Notice(NOW + 9000)), gpu_hours_end=NOW + 50)
-    assert actions(state, Timer.LOOK, NOW + 49) == [AGAIN]
-    assert Broadcast(orders.Stop(Stop.GPU_HOURS.value)) in actions(state, Timer.LOOK, NOW + 50)
-    told, _ = step(state, Timer.LOOK, NOW + 50)
-    assert Broadcast(orders.Stop("time limit")) in actions(told, Timer.LOOK, NOW + 8995)
+    assert actions(state, Timer.STOP_CHECK, NOW + 49) == [AGAIN]
+    assert Broadcast(orders.Stop(Stop.GPU_HOURS.value)) in actions(state, Timer.STOP_CHECK, NOW + 50)
+    told, _ = step(state, Timer.STOP_CHECK, NOW + 50)
+    assert Broadcast(orders.Stop("time limit")) in actions(told, Timer.STOP_CHECK, NOW + 8995)
     held = dataclasses.replace(state, wanted=Stop.HOLD)
-    assert Broadcast(orders.Stop(Stop.HOLD.value)) in actions(held, Timer.LOOK, NOW + 50)
+    assert Broadcast(orders.Stop(Stop.HOLD.value)) in actions(held, Timer.STOP_CHECK, NOW + 50)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,14 @@ def test_a_superseded_attempt_writes_nothing_sends_nothing_and_exits() -> None:
     """The ranks see the newer attempt when their connection breaks."""
     state, todo = step(after(), Superseded(), NOW)
     assert todo == [Do.FENCE, StartTimer(Timer.ABANDON, 5.0)]
-    for event in (FAILED, PREEMPTED, AWAY, Timer.LOOK, HANG, reported(0, "checkpoint", {"step": 7, "durable_s": 0.1})):
+    for event in (
+        FAILED,
+        PREEMPTED,
+        AWAY,
+        Timer.STOP_CHECK,
+        HANG,
+        reported(0, "checkpoint", {"step": 7, "durable_s": 0.1}),
+    ):
         assert step(state, event, NOW) == (state, [])
     assert actions(state, Timer.ABANDON) == [Do.ABANDON_RANKS]
     assert step(state, RanksExited(137), NOW)[0].exit_code == 137
@@ -605,13 +612,13 @@ def connecting(rank: int) -> RankEvent:
 def looks(state: State, seconds: float) -> tuple[State, list[Action]]:
     """What follows when ranks that connect are looked at for this long, and nothing else happens."""
     found: list[Action] = []
-    for _ in range(round(seconds / CONNECT_LOOK_S)):
+    for _ in range(round(seconds / CONNECT_CHECK_S)):
         state, more = step(state, Timer.CONNECT, NOW)
         found += [action for action in more if action != LOOK_AGAIN]
     return state, found
 
 
-LOOK_AGAIN = StartTimer(Timer.CONNECT, CONNECT_LOOK_S)
+LOOK_AGAIN = StartTimer(Timer.CONNECT, CONNECT_CHECK_S)
 
 
 def test_ranks_that_do_not_connect_are_named_after_a_minute_and_end_the_attempt_with_their_stacks() -> None:
@@ -624,7 +631,7 @@ def test_ranks_that_do_not_connect_are_named_after_a_minute_and_end_the_attempt_
     assert [(action.event, action.values["late"]) for action in found if isinstance(action, Record)] == [
         ("not_connected", [1])
     ]
-    state, (stacks, record, _, leave, kill) = looks(state, CONNECT_LOOK_S)
+    state, (stacks, record, _, leave, kill) = looks(state, CONNECT_CHECK_S)
     assert isinstance(record, Record) and (record.event, record.values["late"]) == ("hung", (1,))
     assert (stacks, kill) == (Broadcast(orders.WriteStacks(300)), KILL)
     assert isinstance(leave, Broadcast) and isinstance(leave.order, orders.Leave)
@@ -634,9 +641,9 @@ def test_ranks_that_do_not_connect_are_named_after_a_minute_and_end_the_attempt_
 
 def test_a_rank_that_never_calls_init_ends_the_attempt_after_the_ranks_had_time_for_their_own_error() -> None:
     """NCCL's rank 0 would wait for it without a limit."""
-    state, found = looks(after(connecting(0)), JOB.timeouts.start_s + OWN_ERROR_S - CONNECT_LOOK_S)
+    state, found = looks(after(connecting(0)), JOB.timeouts.start_s + OWN_ERROR_S - CONNECT_CHECK_S)
     assert found == []
-    state, _ = looks(state, CONNECT_LOOK_S)
+    state, _ = looks(state, CONNECT_CHECK_S)
     assert state.hang is not None and state.hang.late == (1,)
 
 
@@ -761,8 +768,8 @@ def test_ranks_that_expect_a_signal_are_all_told_of_each_reason_once() -> None:
     job = dataclasses.replace(JOB, stop=StopSignal("USR1"))
     told = [Broadcast(orders.Stop(Stop.PREEMPTION.value)), AGAIN]
     state = after(TOLD, PREEMPTED, state=State(job, ("n1", "n2")))
-    assert actions(state, Timer.LOOK) == told
-    assert actions(after(TOLD, PREEMPTED), Timer.LOOK) == [AGAIN]
-    state, _ = step(state, Timer.LOOK, NOW)
-    assert actions(state, Timer.LOOK) == [AGAIN]
+    assert actions(state, Timer.STOP_CHECK) == told
+    assert actions(after(TOLD, PREEMPTED), Timer.STOP_CHECK) == [AGAIN]
+    state, _ = step(state, Timer.STOP_CHECK, NOW)
+    assert actions(state, Timer.STOP_CHECK) == [AGAIN]
     assert Broadcast(orders.Stop(Stop.TIME_LIMIT.value)) in actions(state, Notice(NOW + 10))

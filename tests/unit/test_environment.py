@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.environment import RankEnvironment, check_own, default_port, drop_inherited, mark, read
+from clusterddp.environment import RankEnvironment, check_is_rank, default_port, drop_inherited, mark, read
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.protocol import FOR_RANKS, RANK_PROCESS
 from clusterddp.slurm.commands import for_parsing, scrub
@@ -406,5 +406,5 @@ def test_a_rank_and_its_own_children_keep_its_variables() -> None:
     mark(rank)
     kept = dict(rank)
     drop_inherited(kept)
-    check_own(kept)
+    check_is_rank(kept)
     assert kept == rank

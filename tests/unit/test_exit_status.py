@@ -11,7 +11,7 @@ from clusterddp.failures.exit_status import TABLE, Blame, ExitStatus, find
 from clusterddp.failures.stack_traces import uncaught
 from clusterddp.messages.reports import End
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor.limits import Progress
+from clusterddp.supervisor.attempt_progress import Progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 
 NODE, NETWORK, PEER, SCRIPT = Blame.NODE, Blame.NETWORK, Blame.PEER, Blame.SCRIPT
@@ -216,7 +216,7 @@ def test_a_connection_that_a_library_has_opened_is_none_to_another_rank(file: st
         traceback="".join(["Traceback (most recent call last):\n", *lines]),
         used_clusterddp=True,
     )
-    assert failure.lost_peer is peer and failure.own is not peer
+    assert failure.lost_peer is peer and failure.by_itself is not peer
 
 
 LOG = """step 7
@@ -255,7 +255,7 @@ def test_an_abort_is_named_by_its_exception_without_torchs_advice() -> None:
 def test_of_several_aborts_the_one_that_names_no_peer_is_the_first_failure() -> None:
     """Even if it is seen last; and only a device's error counts against a node."""
     peers = [abort(0, 1.0, f"{WATCHDOG}{REMOTE}"), abort(1, 1.1, f"{WATCHDOG}{REMOTE}")]
-    assert not any(peer.of_the_node or peer.own for peer in peers)
+    assert not any(peer.of_the_node or peer.by_itself for peer in peers)
     for says, of_the_node in (("uncorrectable ECC error encountered", True), ("device-side assert triggered", False)):
         broken = abort(2, 1.2, f"{WATCHDOG}CUDA error: {says}{ADVICE}")
         verdict = judge([*peers, broken], 134, False, lambda: Cause.NONE, Progress(steps=5))

@@ -40,7 +40,7 @@ from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
 from clusterddp.slurm.run_states import read_cause
-from clusterddp.supervisor import lease, limits
+from clusterddp.supervisor import lease, retry_limits
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.supervisor.history import History
@@ -412,7 +412,7 @@ def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
         run.metrics,
         run.outcome,
         run.last_metrics,
-        lambda: limits.exceeded(job, run.history(), 8.0),
+        lambda: retry_limits.exceeded(job, run.history(), 8.0),
         lambda: spent(book(run.history(), 8.0), run.history()),
         lambda: advice(job, book(run.history(), 8.0), run.history()),
         lambda: lease.held_by_other(run, {"kind": "slurm", "job": "1"}),

@@ -22,9 +22,9 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import State, Stop
 from clusterddp.supervisor.batch_host_guard import lost_batch_host
 from clusterddp.supervisor.history import History
-from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.recovery import AttemptResult, Recovery, hung_node
+from clusterddp.supervisor.retry_limits import exceeded
 from clusterddp.supervisor.verdict import RankEnd
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.histories import event_of, happened, view
@@ -223,7 +223,7 @@ def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_fail
         {"event": "requested", "attempt": 0, "time": time.time(), "request": "drain", "nodes": ["n2"]},
     )
     job = replace(SPARE, nodes=2, gpus_per_node=1, device="cpu")
-    state = State(job, ("n1", "n2"), placement=at("n1 n2", "n1 n2 n3"), told=frozenset(("drain",)), exit_code=0)
+    state = State(job, ("n1", "n2"), placement=at("n1 n2", "n1 n2 n3"), stops_sent=frozenset(("drain",)), exit_code=0)
     state = replace(state, wanted=Stop.DRAIN, drained="n2")
     ends = tuple(RankEnd(rank, f"n{rank + 1}", End.STOPPED, 0.0, used_clusterddp=True) for rank in (0, 1))
     Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act()

@@ -28,7 +28,7 @@ from clusterddp.jobdef.masking import MASK, _forms, is_secret, known_secrets, ma
 from clusterddp.jobdef.secrets import secret_values, with_secrets, without_secrets
 from clusterddp.rundir import run_directory
 from clusterddp.rundir.files import write_atomically, write_json
-from clusterddp.rundir.ownership import check_own
+from clusterddp.rundir.ownership import check_owner
 from clusterddp.rundir.run_directory import RunDirectory, open_run
 from clusterddp.runs import run_status
 from clusterddp.runs.recording import recorded
@@ -309,10 +309,10 @@ def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("")
     path.chmod(0o644)
-    check_own(path)
+    check_owner(path)
     os.chown(path, 65534, -1)
     with raises(RunDirectoryError):
-        check_own(path)
+        check_owner(path)
 
 
 def test_a_run_that_others_can_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ class Followed:
         self._log.look()
         return [line["step"] for line in read_lines(self.run.metrics_file)]
 
-    def found(self) -> bool:
+    def has_matched(self) -> bool:
         """Whether there was a step."""
-        return self._log.found
+        return self._log.has_matched
 
 
 def test_the_newest_step_of_each_look_is_recorded_as_the_number_of_steps_done(tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ def test_what_is_no_number_is_left_out(tmp_path: Path, line: str, steps: list[An
 def test_it_is_known_whether_there_was_a_step(tmp_path: Path) -> None:
     followed = Followed(tmp_path, r"iter (\d+)")
     followed.prints("step 5\n")
-    assert not followed.found()
+    assert not followed.has_matched()
     followed.prints("iter 0\n")
-    assert followed.found()
+    assert followed.has_matched()

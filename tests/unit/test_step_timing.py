@@ -74,7 +74,7 @@ def make(times: StepTimes, clock: Stream, data: float, own: float, save: float =
 
 def told(times: StepTimes) -> list[Any]:
     """The steps, and the seconds in each phase."""
-    found: list[Any] = times.told()["timing"]
+    found: list[Any] = times.heartbeat_values()["timing"]
     return found
 
 
@@ -196,7 +196,7 @@ def test_the_pace_is_the_median_of_means_of_data_and_own_work() -> None:
     times = StepTimes([], clock)
     make(times, clock, 9.0, 9.0)
     for step in range(SAMPLES * SAMPLE_STEPS):
-        assert "own_s" not in times.told()
+        assert "own_s" not in times.heartbeat_values()
         times.ask()
         clock.now += 1.0
         times.begin()
@@ -205,7 +205,7 @@ def test_the_pace_is_the_median_of_means_of_data_and_own_work() -> None:
         times.end()
         clock.now += 0.25
     times.leave()
-    assert (times.told()["own_s"], times.told()["step_s"]) == (3.0, 3.75)
+    assert (times.heartbeat_values()["own_s"], times.heartbeat_values()["step_s"]) == (3.0, 3.75)
 
 
 @pytest.mark.parametrize(

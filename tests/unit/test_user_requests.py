@@ -34,8 +34,8 @@ from clusterddp.supervisor.attempt_state import (
     Timer,
 )
 from clusterddp.supervisor.decide import step
-from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.main import supervise
+from clusterddp.supervisor.retry_limits import stop_request
 from clusterddp.supervisor.user_requests import ANSWER_S
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.histories import event_of, happened, view
@@ -219,7 +219,7 @@ def test_a_stop_tells_all_ranks_at_once_and_is_in_the_history_once() -> None:
 
 
 def test_a_stop_of_ranks_that_stop_already_only_changes_what_follows() -> None:
-    state, actions = step(after(PREEMPTED, Timer.LOOK), STOP, NOW)
+    state, actions = step(after(PREEMPTED, Timer.STOP_CHECK), STOP, NOW)
     assert state.wanted is Stop.HOLD
     assert not any(isinstance(one, Broadcast) for one in actions)
 
@@ -317,7 +317,7 @@ def test_a_run_that_its_user_stops_is_held_whatever_slurm_wants(run: RunDirector
     assert (code, controller.asked) == (controller.leave_code, ["hold"])
     assert [event["event"] for event in events] == ["requested", "stopped"]
     assert (sentence(event_of(events[-1])) or "").endswith("held until it is submitted again")
-    assert held(view(events)) and run.outcome() is None
+    assert stop_request(view(events)) and run.outcome() is None
 
 
 def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: RunDirectory) -> None:
@@ -335,7 +335,7 @@ def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: R
 
     holder.write_text('{"kind": "slurm", "job": "41", "let_go": true}')
     assert supervise(run, TWO_RANKS, lambda *_: ranks, NextJob(Cause.NONE)) == 0
-    assert not held(run.history())
+    assert not stop_request(run.history())
 
 
 def test_a_failure_during_a_stop_does_not_restart_the_ranks(run: RunDirectory) -> None:
@@ -348,7 +348,7 @@ def test_a_requeue_continues_the_run_though_nothing_preempted_it(run: RunDirecto
     code, events = ended(run, controller, REQUEUE)
     assert (code, controller.asked) == (controller.again_code, ["requeue"])
     assert [event["event"] for event in events] == ["requested", "requeued"]
-    assert not held(view(events))
+    assert not stop_request(view(events))
 
 
 def test_a_requeue_after_scancel_is_none(run: RunDirectory) -> None:

@@ -13,7 +13,7 @@ from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
 from clusterddp.messages.reports import End
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause, read_cause
-from clusterddp.supervisor.limits import Progress, doubt, progress
+from clusterddp.supervisor.attempt_progress import Progress, doubt, progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from tests.histories import view
 

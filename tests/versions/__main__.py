@@ -29,7 +29,7 @@ TESTS = (
     "ranks/exact_resume unit/orders unit/loader unit/workers ranks/child_processes "
     "ranks/gradients ranks/buffers ranks/compiled_shapes ranks/agreement ranks/process_group ranks/own_group "
     "ranks/group_ends ranks/heartbeat ranks/heartbeat_faults ranks/hangs unit/step_timing ranks/local ranks/two_lines "
-    "ranks/untouched ranks/own_checkpoints ranks/script_outcomes unit/signals unit/own_saves unit/store "
+    "ranks/untouched ranks/script_checkpoints ranks/script_outcomes unit/signals unit/script_saves unit/store "
     "unit/control_channel unit/run_directory unit/job unit/batch"
 ).split()
 #: Each pair's run on the cluster: its ranks are started by srun as an ordinary user.

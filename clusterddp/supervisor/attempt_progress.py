@@ -1,26 +1,18 @@
-"""When a run must not have another attempt: a pure function of its history and its job definition."""
+"""How far an attempt came, from the history: steps, new checkpoints, and whether exit code 0 completes the run."""
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
-from clusterddp.history.beginnings import Beginning, OwnResume, Phase, Started, Training
-from clusterddp.history.checkpoints import Checkpoint, CheckpointDamaged, Saved, SavedItself
-from clusterddp.history.ends import Completed, Continues, Failed, Restarted, Resubmitted
-from clusterddp.history.event import Event
+from clusterddp.history.beginnings import Beginning, OwnResume, Phase
+from clusterddp.history.checkpoints import CheckpointDamaged, Saved, SavedItself
+from clusterddp.history.ends import Completed, Continues, Failed
 from clusterddp.history.failures import RankFailed
 from clusterddp.history.steps import ChildDied, ChildStep, StepsSeen
-from clusterddp.history.stops import Requested
 from clusterddp.history.view import AttemptView, RunView
-from clusterddp.jobdef.job import Job
 from clusterddp.reporter import duration
-from clusterddp.slurm.run_states import Cause
 
-#: After this many consecutive attempts that end at their time limit, or by a transient failure, without a new
-#: checkpoint, the run fails: the next attempt would not get further.
-FRUITLESS = 3
 #: Rank 0, or a process that it has started, has completed a step, or continues from one.
 STEPPED = (Beginning, StepsSeen, ChildStep)
 #: A script that records no steps has made progress once it has run for this many seconds.
@@ -175,98 +167,3 @@ def _script_s(attempt: AttemptView) -> float | None:
 def _interrupted(attempt: AttemptView) -> bool:
     """Whether an attempt's script still had work to do: it neither completed nor failed before it had begun."""
     return not attempt.has(Completed) and (not attempt.has(Failed) or _progressed(attempt))
-
-
-def exceeded(job: Job, history: RunView, now: float) -> str | None:
-    """Why there must not be another attempt. None if there may be one."""
-    if job.limits.attempts is not None and history.attempts_made >= job.limits.attempts:
-        return f"limits.attempts ({job.limits.attempts}) reached"
-    hours = used_gpu_hours(job, history, now)
-    if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
-        return (
-            f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used. Raise it with --change --set "
-            "limits.gpu_hours=N"
-        )
-    if _fruitless(job, history) >= FRUITLESS:
-        *_, newest = history
-        failed = isinstance(newest, Restarted) or _cause(newest) == Cause.NODES_BUSY.value
-        ended, remedy = ("failed", "") if failed else ("reached their time limit", ". Request more time")
-        which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
-        return f"{FRUITLESS} consecutive attempts {ended} without saving a new checkpoint{which}{remedy}"
-    return None
-
-
-def gpu_hours_end(job: Job, history: RunView, began: float, idle_nodes: int = 0) -> float:
-    """When ``limits.gpu_hours`` is reached, in unix seconds, if an attempt that begins now runs on. Infinite without a
-    limit. ``idle_nodes``: those of its job that have no ranks."""
-    if job.limits.gpu_hours is None:
-        return math.inf
-    left = job.limits.gpu_hours - used_gpu_hours(job, history, None)
-    return began + 3600 * left / _gpus(job, job.world_size, idle_nodes)
-
-
-def used_gpu_hours(job: Job, history: RunView, now: float | None) -> float:
-    """Hours times GPUs, from each attempt's first event to its last. If the newest attempt has no end, it runs until
-    ``now``, if that is given.
-
-    An attempt whose record lacks the number of its ranks counts with those of ``job``.
-    """
-    seconds = 0.0
-    attempts = history.with_ranks
-    for attempt in attempts:
-        started = attempt.last(Started)
-        idle = 0 if started is None else len(started.spares) + len(started.aside)
-        ran_s = attempt.ran_s
-        if now is not None and attempt is attempts[-1] and attempt.is_open:  # time after the end is time in the queue
-            ran_s += now - attempt.last_time
-        seconds += ran_s * _gpus(job, job.world_size if started is None else started.ranks, idle)
-    return seconds / 3600
-
-
-def _gpus(job: Job, ranks: int, idle_nodes: int) -> int:
-    """The GPUs of an attempt's nodes. With device cpu: its ranks, and those that its idle nodes could have."""
-    return (ranks + idle_nodes * job.ranks_per_node) * (job.gpus_per_rank if job.device == "cuda" else 1)
-
-
-def _fruitless(job: Job, history: RunView) -> int:
-    """How many consecutive attempts, up to the newest, failed or reached their time limit without a new checkpoint.
-
-    A script whose checkpoints are unknown may save on its own: then attempts that reached their time limit do not
-    count, nor do long ones. One that reached it in less than a minute does: the limit leaves no time to train.
-    """
-    needs_own = job.resume is not None and bool(job.resume.args or job.resume.replace)
-    saves_alone = any(event.log is not None for event in history.all(Training))
-    known = history.has(SavedItself) or (not saves_alone and any(event.at_step is not None for event in history))
-    count, records = 0, needs_own or known
-    for attempt in reversed(history.with_ranks):
-        failed, timed = any(map(_failed, attempt)), any(map(_timed, attempt))
-        if not records and attempt.lasted_s >= LONG_S:
-            break
-        saved = bool(new_checkpoints(attempt)) or attempt.has(Checkpoint)
-        if not (failed or (timed and (records or attempt.lasted_s < PROGRESS_S))) or saved:
-            break
-        count += 1
-    return count
-
-
-def _failed(event: Event) -> bool:
-    """A resubmission for a cause unknown to the controller follows the failure of a node, which is excluded."""
-    cause = _cause(event)
-    elsewhere = isinstance(event, Resubmitted) and cause == Cause.NONE.value
-    restarted = isinstance(event, Restarted) and cause != Cause.DRAIN_REQUESTED.value
-    return restarted or elsewhere or cause == Cause.NODES_BUSY.value
-
-
-def _timed(event: Event) -> bool:
-    return _cause(event) in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
-
-
-def _cause(event: Event) -> str | None:
-    return event.cause if isinstance(event, Continues) else None
-
-
-def held(history: RunView) -> Requested | None:
-    """The user's ``clusterddp stop`` in the newest attempt, after which only the user may continue the run."""
-    newest = history.newest
-    requests = newest.all(Requested) if newest is not None else []
-    return next((event for event in requests if event.request == "stop"), None)

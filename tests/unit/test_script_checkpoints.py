@@ -20,8 +20,9 @@ from clusterddp.jobdef.program import checkpoint_values
 from clusterddp.messages.reports import End
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
-from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
+from clusterddp.supervisor.attempt_progress import new_checkpoints, progress
+from clusterddp.supervisor.retry_limits import exceeded
+from clusterddp.supervisor.script_checkpoints import ScriptCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker import control_channel, resume_watch
 from clusterddp.worker.resume_watch import ResumeWatch
@@ -197,9 +198,9 @@ def event(attempt: int, time: float, name: str, **values: Any) -> dict[str, Any]
 
 def begun(
     run: RunDirectory, number: int, events: Sequence[Mapping[str, Any]], made: Job | None = None
-) -> tuple[OwnCheckpoints, str]:
+) -> tuple[ScriptCheckpoints, str]:
     """The attempt's view, and what its history says."""
-    own = OwnCheckpoints(run, made or job(), number, view(events))
+    own = ScriptCheckpoints(run, made or job(), number, view(events))
     values = own.begin()
     return own, (sentence(event_of(event(number, 0.0, "own_resume", **values))) or "") if values is not None else ""
 
@@ -274,7 +275,7 @@ def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_i
     both = {"CLUSTERDDP_SAVED": str(last), "CLUSTERDDP_SAVED_ITEMS": "7"}
 
     def told(job: Job, number: int, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        own = OwnCheckpoints(run, job, number, view(events))
+        own = ScriptCheckpoints(run, job, number, view(events))
         own.begin()
         return {name: value for name, value in own.saved().items() if name != "CLUSTERDDP_RESUMABLE"}
 
@@ -300,7 +301,7 @@ def test_another_number_of_ranks_begins_the_epoch_anew(run: RunDirectory, capsys
     events = [event(0, 50.0, "started", ranks=2), saved]
     for gpus in (2, 1):
         same = Job(name="n", module="n", device="cpu", gpus_per_node=gpus)
-        assert ("CLUSTERDDP_SAVED_ITEMS" in OwnCheckpoints(run, same, 1, view(events)).saved()) == (gpus == 2)
+        assert ("CLUSTERDDP_SAVED_ITEMS" in ScriptCheckpoints(run, same, 1, view(events)).saved()) == (gpus == 2)
     says(capsys.readouterr().err)
 
 
@@ -330,7 +331,7 @@ def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory
     assert none.variables() == {"FROM": ""}
 
 
-def watched(own: OwnCheckpoints) -> list[str]:
+def watched(own: ScriptCheckpoints) -> list[str]:
     """What is recorded once the ranks have ended."""
     seen: list[str] = []
     over = threading.Event()

@@ -37,7 +37,7 @@ SEARCH_INTERVAL_S = 30.0
 #: The interval is at least this many times what a look takes.
 RARELY = 50
 #: Seconds that the supervisor waits for the look at the end of an attempt.
-LAST_LOOK_S = 5.0
+LAST_SEARCH_S = 5.0
 #: Names of files that are still being written.
 _TEMPORARY = re.compile(r"\.(tmp(?![a-z])|part(?![a-z0-9-]))", re.IGNORECASE)  # model.part1.pt is whole
 #: Files of a folder that hold a state. Others may be empty: markers, logs, a patch of the code.
@@ -45,11 +45,11 @@ _DATA = frozenset(
     (".bin", ".ckpt", ".distcp", ".h5", ".json", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 )
 #: The most passed-over files that a message explains, and the most files of which a rank watches whether they are read.
-MOST_TOLD, MOST_WATCHED = 5, 20
+MOST_EXPLAINED, MOST_WATCHED = 5, 20
 
 
 @dataclass(frozen=True)
-class OwnCheckpoint:
+class ScriptCheckpoint:
     """A file or folder, and when it was written last, in unix seconds."""
 
     path: str
@@ -59,10 +59,10 @@ class OwnCheckpoint:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The newest complete checkpoint, and why newer ones were passed over. ``matches``: all files, the newest first."""
 
-    newest: OwnCheckpoint | None = None
+    newest: ScriptCheckpoint | None = None
     passed_over: tuple[tuple[str, str], ...] = ()
     matches: tuple[str, ...] = ()
 
@@ -87,11 +87,11 @@ class _Match:
         return _without_numbers(os.path.dirname(self.path))  # noqa: PTH120
 
 
-#: By path and time in ns: why a file or folder is no complete checkpoint, and its content as in ``OwnCheckpoint``.
+#: By path and time in ns: why a file or folder is no complete checkpoint, and its content as in ``ScriptCheckpoint``.
 _Judged = dict[tuple[str, int], tuple[str | None, int | None]]
 
 
-class OwnCheckpoints:
+class ScriptCheckpoints:
     """The checkpoints in a script's own format, as an attempt sees them. A job without the key ``resume`` has none."""
 
     def __init__(self, run: RunDirectory, job: Job, number: int, history: RunView) -> None:
@@ -101,7 +101,7 @@ class OwnCheckpoints:
         self._saved = self._earlier.last(Saved)
         self._began = time.time() if self._earlier.began is None else self._earlier.began
         #: The newest complete one that is known; at first that from which the attempt continues.
-        self.newest: OwnCheckpoint | None = None
+        self.newest: ScriptCheckpoint | None = None
         #: The newest file that a rank is known to have saved, whether it matches or not.
         self.written: str | None = None
         #: All files that match as the attempt begins, the newest first.
@@ -199,9 +199,9 @@ class OwnCheckpoints:
         except OSError:  # one of them has been removed
             return False
 
-    def _look(self) -> Found:
+    def _look(self) -> SearchResult:
         if self._job.resume is None:
-            return Found()
+            return SearchResult()
         also = [] if self._saved is None else [self._saved.file]
         rejects = lambda one: (self.named(one.path), one.written) in self._rejected  # noqa: E731
         found = find(self._job.resume, self._run, self._began, also, self._judged, rejects)
@@ -214,7 +214,7 @@ class OwnCheckpoints:
             return self._began
         return max(event.time for event in last.all(AttemptEnd) or last)
 
-    def _described(self, found: OwnCheckpoint) -> dict[str, Any]:
+    def _described(self, found: ScriptCheckpoint) -> dict[str, Any]:
         return {"file": self.named(found.path), "written": found.written}
 
     def named(self, path: str) -> str:
@@ -231,8 +231,8 @@ def find(
     since: float,
     also: Sequence[str] = (),
     judged: _Judged | None = None,
-    rejects: Callable[[OwnCheckpoint], bool] = lambda _: False,
-) -> Found:
+    rejects: Callable[[ScriptCheckpoint], bool] = lambda _: False,
+) -> SearchResult:
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
     An older one is of another training, which this run must not continue. ``also``: further files or folders.
@@ -258,7 +258,7 @@ def find(
 
     matches = sorted(filter(None, map(_match, sorted(paths))), key=lambda match: match.order, reverse=True)
     names = tuple(match.path for match in matches)
-    rejected: OwnCheckpoint | None = None
+    rejected: ScriptCheckpoint | None = None
     for index, match in enumerate(matches):
         if match.written_ns < since * 1e9:
             passed_over.append((match.path, "it is older than this run"))
@@ -266,17 +266,19 @@ def find(
         why = why_not(match) or _what_is_missing(match, matches[index + 1 :], why_not)
         if why is None:
             content = judged[match.path, match.written_ns][1]
-            newest = OwnCheckpoint(match.path, match.written_ns / 1e9, content)
+            newest = ScriptCheckpoint(match.path, match.written_ns / 1e9, content)
             if rejects(newest):
                 rejected = rejected or newest
                 passed_over.append((match.path, "the script failed with it"))
                 continue
-            return Found(newest, tuple(passed_over[:MOST_TOLD]), names)
+            return SearchResult(newest, tuple(passed_over[:MOST_EXPLAINED]), names)
         passed_over.append((match.path, why))
     if rejected is not None:
-        return Found(rejected, tuple(one for one in passed_over if one[0] != rejected.path)[:MOST_TOLD], names)
+        return SearchResult(
+            rejected, tuple(one for one in passed_over if one[0] != rejected.path)[:MOST_EXPLAINED], names
+        )
     passed_over += [(path, "a dangling link") for path in paths - {match.path for match in matches}]
-    return Found(None, tuple(passed_over[:MOST_TOLD]), names)
+    return SearchResult(None, tuple(passed_over[:MOST_EXPLAINED]), names)
 
 
 def _content(path: str) -> int | None:

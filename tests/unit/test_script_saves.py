@@ -18,7 +18,7 @@ import pytest
 from clusterddp.errors import STOPPED
 from clusterddp.protocol import SAVING
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import own_saves
+from clusterddp.worker import script_saves
 from tests.wording import raises
 
 Save = Callable[..., Any]
@@ -42,10 +42,10 @@ def plain_save(value: bytes, f: Any) -> str:
 
 @pytest.fixture
 def save(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Save]:
-    process = own_saves._Process()
+    process = script_saves._Process()
     process.records = tmp_path_factory.mktemp("records")
-    monkeypatch.setattr(own_saves, "_this", process)
-    yield own_saves.protected(plain_save, "f")
+    monkeypatch.setattr(script_saves, "_this", process)
+    yield script_saves.protected(plain_save, "f")
     assert not list(process.records.iterdir())
 
 
@@ -130,9 +130,9 @@ def test_a_file_system_that_cannot_sync_folders_fails_no_save(
 IN_A_PROCESS = """
 import os, signal, sys, threading
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import own_saves
+from clusterddp.worker import script_saves
 RunDirectory("run").create()
-own_saves.protect("run", 0, lambda: False)
+script_saves.protect("run", 0, lambda: False)
 who, how = sys.argv[1:]
 
 def refuse(*_):
@@ -163,7 +163,7 @@ def slow_save(value, f):
 
 if how == "handled":
     signal.signal(signal.SIGTERM, lambda *_: print("handler", open("ckpt.pt").read()))
-save = own_saves.protected(slow_save, "f")
+save = script_saves.protected(slow_save, "f")
 if who == "thread":
     thread = threading.Thread(target=save, args=(0, "ckpt.pt"))
     thread.start()
@@ -207,11 +207,11 @@ def test_what_a_killed_save_leaves_is_removed_by_the_next_attempt(tmp_path: Path
     [left] = tmp_path.glob(f"{SAVING}*")
     assert (left / "ckpt.pt").read_text() == "who"
     run = RunDirectory(tmp_path / "run")
-    own_saves.sweep(run, 0)
+    script_saves.sweep(run, 0)
     assert left.is_dir()
     elsewhere = run.private / f"{SAVING}0-00112233"
     elsewhere.symlink_to(tmp_path / "only on the other node")
-    own_saves.sweep(run, 1)
+    script_saves.sweep(run, 1)
     assert not left.exists() and list(run.private.iterdir()) == [elsewhere]
 
 
@@ -219,7 +219,7 @@ LAUNCHED = """
 import os, signal, sys
 from submitit.core.utils import DelayedSubmission
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import function, own_saves, rank
+from clusterddp.worker import function, script_saves, rank
 
 def slow_save(value, f):
     with open(f, "w") as file:
@@ -229,7 +229,7 @@ def slow_save(value, f):
 
 class Trains:
     def __call__(self):
-        own_saves.protected(slow_save, "f")(0, "ckpt.pt")
+        script_saves.protected(slow_save, "f")(0, "ckpt.pt")
 
     def checkpoint(self):
         print("checkpoint", open("ckpt.pt").read())
@@ -237,7 +237,7 @@ class Trains:
 
 run = RunDirectory("run")
 run.create()
-own_saves.protect("run", 0, rank.stops_at_a_step)
+script_saves.protect("run", 0, rank.stops_at_a_step)
 function.PreemptibleCall(run, run.create_attempt(), 0, DelayedSubmission(Trains())).carry_out()
 """
 
@@ -258,8 +258,8 @@ def save_in_child():
     save(0, "child.pt")
 
 if __name__ == "__main__":
-    from clusterddp.worker import own_saves, spawned_children
-    own_saves.protect("run", 0, lambda: False)
+    from clusterddp.worker import script_saves, spawned_children
+    script_saves.protect("run", 0, lambda: False)
     spawned_children.prepare_children("run", 0, protect=True, steps=False)
     assert "torch" not in sys.modules and importlib.util.find_spec("torch")
     from torch import save
