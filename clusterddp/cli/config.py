@@ -160,12 +160,13 @@ def show_sites(name: str | None) -> int:
         width = max(map(len, names))
         for one in names:
             profile = configuration_files.site_profile(one)
-            put(f"{one:<{width}}  {profile.about}. Source: {profile.source}, {profile.date}. Not tested there by us")
+            put(f"{one:<{width}}  {profile.about}. Source: {profile.source}, {profile.date}")
+        show("The values come from these sites' documentation. clusterddp has not been tested there")
         return 0
     if name not in names:
         raise UsageError(f"unknown site {name!r}{did_you_mean(name, names) or '.'} Sites: {', '.join(names)}")
     text = configuration_files.site_profile(name).text.rstrip("\n")
-    put(f"# Not tested there by us. Your own keys override these values.\n{text}")
+    put(f"# From the site's documentation, and not tested there. Your own keys override these values.\n{text}")
     return 0
 
 

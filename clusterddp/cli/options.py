@@ -171,8 +171,8 @@ def check_combinations(arguments: argparse.Namespace, definition: Definition | N
         raise UsageError(
             f"{arguments.run_dir} already holds a run. With --fork, choose a different --run-dir or omit it"
         )
-    if arguments.local and (arguments.sbatch or arguments.dry_run):
-        raise UsageError("--sbatch and --dry-run cannot be combined with --local, which submits no batch job")
+    if arguments.local and (given := "--dry-run" if arguments.dry_run else "--sbatch" if arguments.sbatch else None):
+        raise UsageError(f"{given} cannot be combined with --local, which submits no batch job")
 
 
 def _check_check_resume(arguments: argparse.Namespace, definition: Definition | None) -> None:

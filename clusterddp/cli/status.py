@@ -122,8 +122,8 @@ def _waiting(state: RunState, now: float) -> Sequence[Fact]:
 
 
 def _log(state: RunState) -> Sequence[Fact]:
-    """The output of a job that ended before its supervisor started."""
-    return [("" if index else "its log", line) for index, line in enumerate(state.log)]
+    """The end of the log of a job that did not record why it ended. The reason has the last line."""
+    return [("" if index else "its log", line) for index, line in enumerate(state.log)] if len(state.log) > 1 else []
 
 
 def _time(

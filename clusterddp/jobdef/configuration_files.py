@@ -68,7 +68,8 @@ def check_configuration_file(path: Path) -> None:
 def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[Fields]:
     """The values for all clusters, and those for this one. All sections are checked."""
     top = file_fields(path, mistakes)
-    check_keys(top, SECTIONS, mistakes)
+    keys = keys_in("configuration").keys() | {TARGETS, RUNS_DIR}
+    check_keys(top, SECTIONS, mistakes, instead=dict.fromkeys(keys, "write it below defaults:"))
     defaults = fields_of(get(top, "defaults"), mistakes)
     clusters = fields_of(get(top, "clusters"), mistakes)
     by_name = {name.lower(): fields_of(node, mistakes) for name, node in clusters.items()}
@@ -107,7 +108,7 @@ def _read_runs_dir(section: Fields, mistakes: list[Mistake]) -> Node | None:
     node = get(section, RUNS_DIR)
     if node is None or node.value is None:
         return None
-    if not isinstance(node.value, str) or not node.value.isprintable():
+    if not isinstance(node.value, str) or not node.value.strip() or not node.value.isprintable():
         mistakes.append(Mistake(node.place, f"{RUNS_DIR}: expected a folder, got {node.quoted}"))
     return node
 

@@ -234,7 +234,7 @@ GPUS = Value(
 )
 MEMORY = matching(
     r"[0-9]+([KMGTkmgt][Bb]?)?|none",
-    "memory such as 64G, with a unit and no space, or none",
+    "memory such as 64G, without a space (a number alone is in megabytes), or none",
     either(count_schema(0), {"type": "string", "pattern": "^([0-9]+([KMGTkmgt][Bb]?)?|none)$"}),
 )
 
@@ -329,6 +329,8 @@ INSTEAD_OF_KEY = {
     "gpu_type": "write gpus_per_node: TYPE:NUMBER",
     **dict.fromkeys(("grid", "members"), "use `clusterddp submit --sweep`, or name the file of a sweep"),
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
+    **dict.fromkeys(("runs_dir", "targets"), "write it into a configuration file, below defaults: or a cluster's name"),
+    "on": "use `clusterddp submit --on TARGET`",
 }
 
 

@@ -21,7 +21,7 @@ from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.configuration_files import with_preset, with_site
 from clusterddp.jobdef.job import KEYS, Job, written
-from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, Placeholders
+from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, Placeholders, time_text
 from clusterddp.jobdef.masking import MASK, is_secret
 from clusterddp.jobdef.secrets import revealed, without_secrets
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged, node_of
@@ -201,6 +201,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     given = {key: values.pop(key, None) for key in TRACKERS}
     job = Job(**values, trackers={key: config for key, config in given.items() if config not in (None, False)})
     _check_device(job, fields, mistakes)
+    _check_time_min(job, fields, mistakes)
     _check_placeholders(job, fields, mistakes)
     if _check_gpus_per_rank(job, fields, mistakes):
         _check_global_batch(job, fields, mistakes)
@@ -232,6 +233,13 @@ def _check_device(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
         node = get(fields, name)
         if job.device == "cpu" and needs_gpus and node is not None:
             mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs GPUs, but device is cpu"))
+
+
+def _check_time_min(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
+    node = get(fields, "time_min")
+    if node is not None and job.time_s is not None and (job.time_min_s or 0) > job.time_s:
+        longest = f"expected at most the job's time, {time_text(job.time_s)}"
+        mistakes.append(Mistake(node.place, f"time_min: {longest}, got {node.quoted}"))
 
 
 def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:

@@ -55,8 +55,8 @@ def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) ->
 def unrecorded_end(run: RunDirectory, job_id: str, state: str | None) -> EarlyEnd:
     """How a job ended whose supervisor was killed, or could not continue the run, before it recorded why."""
     lines = _last_lines(job_log(run, job_id))
-    ended = f"job {job_id} ended{f' ({state})' if state else ''}, and its supervisor did not record why"
-    return EarlyEnd(f"{ended}. Its log ends with: {lines[-1]}" if lines else ended, lines)
+    ended = f"job {job_id} ended{f' ({state})' if state else ''}"
+    return EarlyEnd(f"{ended}. Its log ends with: {lines[-1]}" if lines else f"{ended} without recording why", lines)
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:

@@ -321,7 +321,8 @@ class Wait:
         elif state.word == "stopped" and not exists(self.run.path):
             self._ended("unknown", "unknown: its run directory was deleted")
         else:
-            self._ended(state.word, "\n".join([*state.log, state_sentence(summary, state)]))
+            log = state.log if len(state.log) > 1 else ()  # the sentence has its last line
+            self._ended(state.word, "\n".join([*log, state_sentence(summary, state)]))
 
     def _settle_s(self, state: RunState) -> float:
         """Seconds for which the run must be in this state to have ended."""

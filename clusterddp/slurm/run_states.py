@@ -114,7 +114,7 @@ class RunState:
     job: QueuedJob | None = None
     """Slurm's record of the newest job, if it has one."""
     log: tuple[str, ...] = ()
-    """The end of the log of a job that ended before its supervisor started."""
+    """The end of the log of a job that did not record why it ended. Its last line is in ``reason``, too."""
 
 
 def run_states(

@@ -613,6 +613,6 @@ class Run:
 
 def _farewell(step: int, reason: str, committed: Committed) -> str:
     if committed.problem is None:
-        return f"stopped ({reason}) at step {step}, checkpoint {committed.step} committed"
+        return f"stopped ({reason}) at step {step}. Checkpoint {committed.step} is saved"
     rest = f". The run continues from step {committed.step}" if committed.step is not None else ""
     return f"stopped ({reason}) at step {step} without saving: {committed.problem}{rest}"

@@ -190,7 +190,7 @@ WITHOUT_RUN: dict[str, Cell] = {
     "list --state runing": (2, "no such state"),
     "config show": (0, "nodes"),
     "config schema": (0, "schema"),
-    "config sites": (0, "Not tested there"),
+    "config sites": (0, "documentation"),
     "doctor": (0, r"partition +low"),
     "doctor --failed-nodes": (0, "No node failures from the last week"),
     "submit sweep.yaml": (2, "could not read sweep.yaml: No such file"),

@@ -300,6 +300,13 @@ def test_mistakes_in_a_target_are_found_like_others(profile: dict[str, str]) -> 
         job_on(profile, None)
 
 
+@pytest.mark.parametrize("text", ["site: alex", "targets: {a: {}}", "runs_dir: /scratch", "account: mine"])
+def test_a_key_outside_of_the_sections_is_told_where_it_belongs(text: str, tmp_path: Path) -> None:
+    """As a user's first configuration file may be written."""
+    with raises(JobDefinitionError):
+        check_configuration_file(write(tmp_path / "config.yaml", text))
+
+
 def test_a_profile_is_offered_where_its_cluster_is(
     profile: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,7 +349,8 @@ def test_every_profile_is_valid_and_says_where_it_is_from(name: str, capsys: pyt
     for target in (None, *profile.targets):
         assert from_values({"module": "m", "site": name}, on=target) != from_values({"module": "m"})
     assert command(["config", "sites"]) == 0
-    assert re.search(rf"^{name} .*{re.escape(profile.source)}.*Not tested there by us", capsys.readouterr().out, re.M)
+    listed = capsys.readouterr()
+    assert re.search(rf"^{name} .*{re.escape(profile.source)}", listed.out, re.M) and "not been tested" in listed.err
     assert command(["config", "sites", name]) == 0
     assert profile.text.strip() in capsys.readouterr().out
 
@@ -381,7 +389,7 @@ def test_the_folder_for_new_runs_may_be_configured(
     )
 
 
-@pytest.mark.parametrize("value", ["$NOWHERE/runs", "[a]"])
+@pytest.mark.parametrize("value", ["$NOWHERE/runs", "[a]", '""', "' '"])
 def test_a_folder_for_new_runs_that_cannot_be_is_a_mistake(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,7 +241,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("account: x --uid=0", "expected one word without blanks"),
         ("constraint: [a|b]", "expected text, got a list. Quote it"),
         ('qos: ""', "expected text, got an empty value"),
-        ("mem: 64 GB", "expected memory such as 64G, with a unit"),
+        ("mem: 64 GB", "expected memory such as 64G, without a space"),
         ("args: --lr 1e-3", "expected a list such as [--lr, 1e-3], got '--lr 1e-3'"),
         ("args: [a, ]\nresume:\n  checkpoint: a\n  args:\n    -\n", "5:"),
         ("hook: []", "or as a line for sh, got an empty list"),
@@ -281,6 +281,10 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("device: cpu\nbackend: nccl", "2:10: backend: 'nccl' needs GPUs, but device is cpu"),
         ("device: cpu\ngpus_per_node: a100:2", "'a100:2' needs GPUs"),
         ("wandb: 3", "wandb: expected true, false, a W&B project, or a mapping such as {project: digits}, got '3'"),
+        ("time: 10\ntime_min: 0:20:00", "2:11: time_min: expected at most the job's time, 0-00:10:00, got '0:20:00'"),
+        ("targets: {a: {}}", "unknown key 'targets': write it into a configuration file"),
+        ("runs_dir: /scratch", "unknown key 'runs_dir': write it into a configuration file"),
+        ("on: a100", "`clusterddp submit --on TARGET`"),
         ("steps: 0", "at least 1"),
         ("seed: -1", "at least 0"),
     ],
@@ -449,10 +453,10 @@ def test_overrides_win_and_reach_into_mappings(folder: Path) -> None:
             "sbatch.exclusive": "false",
             "account": "no",
             "qos": "",
-            "time": "1:00",
+            "time": "90:00",
         },
     )
-    assert (job.nodes, job.account, job.qos, job.time_s) == (4, "no", None, 60)
+    assert (job.nodes, job.account, job.qos, job.time_s) == (4, "no", None, 5400)
     assert job.checkpoint == Checkpointing(500, None, keep=Keep(9))
     assert job.env == {"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": "", "NEW": "a: b # c"}
     assert job.sbatch["exclusive"] is False
