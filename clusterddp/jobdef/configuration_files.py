@@ -35,6 +35,13 @@ SECTIONS = ("defaults", "clusters")
 TARGETS, RUNS_DIR = "targets", "runs_dir"
 
 
+#: What to do instead with an unknown key in a section.
+_INSTEAD = {
+    **{name: "write it into a job definition" for name, entry in KEYS.items() if entry.mark(NotIn)},
+    **INSTEAD_OF_KEY,
+}
+
+
 def keys_in(files: str) -> dict[str, Entry]:
     """The keys of a job definition that these files may have: ``configuration`` or ``presets``."""
     return {
@@ -77,7 +84,7 @@ def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[
         targets = fields_of(get(section, TARGETS), mistakes).values()
         _read_runs_dir(section, mistakes)
         for values in (_without(section, TARGETS, RUNS_DIR), *(fields_of(target, mistakes) for target in targets)):
-            read_fields(values, keys_in("configuration"), mistakes, instead=INSTEAD_OF_KEY)
+            read_fields(values, keys_in("configuration"), mistakes, instead=_INSTEAD)
     return [defaults, by_name.get((cluster or "").lower(), {})]
 
 

@@ -300,7 +300,7 @@ def test_mistakes_in_a_target_are_found_like_others(profile: dict[str, str]) -> 
         job_on(profile, None)
 
 
-@pytest.mark.parametrize("text", ["site: alex", "targets: {a: {}}", "runs_dir: /scratch", "account: mine"])
+@pytest.mark.parametrize("text", ["site: alex", "targets: {a: {}}", "account: mine", "defaults: {script: a.py}"])
 def test_a_key_outside_of_the_sections_is_told_where_it_belongs(text: str, tmp_path: Path) -> None:
     """As a user's first configuration file may be written."""
     with raises(JobDefinitionError):
