@@ -171,8 +171,9 @@ def check_combinations(arguments: argparse.Namespace, definition: Definition | N
         raise UsageError(
             f"{arguments.run_dir} already holds a run. With --fork, choose a different --run-dir or omit it"
         )
-    if arguments.local and (given := "--dry-run" if arguments.dry_run else "--sbatch" if arguments.sbatch else None):
-        raise UsageError(f"{given} cannot be combined with --local, which submits no batch job")
+    if arguments.local and (arguments.dry_run or arguments.sbatch):
+        option = "--dry-run" if arguments.dry_run else "--sbatch"
+        raise UsageError(f"{option} cannot be combined with --local, which submits no batch job")
 
 
 def _check_check_resume(arguments: argparse.Namespace, definition: Definition | None) -> None:
