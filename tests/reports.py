@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from clusterddp.history.codec import encode
+from clusterddp.history.codec import encode, read
 from clusterddp.history.event import Event
 from clusterddp.messages.reports import Joined
 from clusterddp.supervisor.attempt_state import RankEvent, Report
@@ -23,6 +23,8 @@ def reported(rank: int, name: str, values: Mapping[str, Any] | None = None) -> R
     fields = whole({"event": name, **_FIELDS.get(name, {}), **(values or {})})
     if name == "joined":
         return RankEvent(rank, Joined(fields["host"]))
+    if name == "rejoined":  # made by the supervisor
+        return RankEvent(rank, read({**fields, "time": 0.0, "attempt": 0, "rank": rank}))
     return RankEvent(rank, read_report(rank, json.dumps(fields).encode()))
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.history.event import Event
+from clusterddp.history.event import Event, OfSupervisor
 from clusterddp.reporter import counted, duration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forked(Event):
+class Forked(OfSupervisor):
     """`submit --fork` copied checkpoint `step` of the run `source`"""
 
     step: int
@@ -23,7 +23,7 @@ class Forked(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted(Event):
+class Submitted(OfSupervisor):
     """when the job was submitted"""
 
     job: str
@@ -34,7 +34,7 @@ class Submitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Event):
+class Started(OfSupervisor):
     """the ranks are being started. The job also has the idle nodes `spares`, and `aside`, which the run has left"""
 
     nodes: str
@@ -58,7 +58,7 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocated(Event):
+class Allocated(OfSupervisor):
     """when the job was queued, could start, and got its nodes. For a task of an array, also how many may run at a
     time"""
 
@@ -69,7 +69,7 @@ class Allocated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnResume(Event):
+class OwnResume(OfSupervisor):
     """the script's newest own checkpoint is `file`, and the script gets these arguments. Without `file`: none of
     `patterns` matches a complete one"""
 
@@ -97,7 +97,7 @@ class OwnResume(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejoined(Event):
+class Rejoined(OfSupervisor):
     """the rank lost its connection to the supervisor and reconnected"""
 
     host: str

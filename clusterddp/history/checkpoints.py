@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterddp.history.event import Event
+from clusterddp.history.event import Event, OfSupervisor
 from clusterddp.reporter import counted, duration
 
 
@@ -165,7 +165,7 @@ class OwnCheckpoint(SavedItself):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCheckpointRejected(Event):
+class OwnCheckpointRejected(OfSupervisor):
     """the attempt was given `file`, and the script failed before its first step. The next one gets the match before"""
 
     file: str

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clusterddp.history.event import Event
+from clusterddp.history.event import OfSupervisor
 from clusterddp.history.words import RESTARTING, at_step
 from clusterddp.reporter import counted
 
@@ -20,7 +20,7 @@ CONFIRM = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequeueRefused(Event):
+class RequeueRefused(OfSupervisor):
     """Slurm refused the requeue. The run is resubmitted"""
 
     error: str
@@ -30,7 +30,7 @@ class RequeueRefused(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResubmissionRefused(Event):
+class ResubmissionRefused(OfSupervisor):
     """Slurm refused a new job. The run's job is requeued"""
 
     error: str
@@ -40,7 +40,7 @@ class ResubmissionRefused(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptEnd(Event, abstract=True):
+class AttemptEnd(OfSupervisor, abstract=True):
     """After it, an attempt has no ranks."""
 
 

@@ -52,6 +52,10 @@ class Event:
         return None
 
 
+class OfSupervisor(Event, abstract=True):
+    """An event that the supervisor or a command adds. No rank may report it."""
+
+
 def name_of(event: Event) -> str:
     """The event's name in its line."""
     return event.event if isinstance(event, Unread) else event.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from clusterddp.history.event import Event
+from clusterddp.history.event import Event, OfSupervisor
 from clusterddp.history.words import at_step
 from clusterddp.reporter import counted, duration
 
@@ -17,7 +17,7 @@ def gpu_fault(host: str, what: str, gpu: int | None, xid: int | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerAway(Event):
+class ControllerAway(OfSupervisor):
     """Slurm's controller is unreachable. Training continues"""
 
     error: str
@@ -27,7 +27,7 @@ class ControllerAway(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerBack(Event):
+class ControllerBack(OfSupervisor):
     """Slurm's controller is reachable again"""
 
     def sentence(self) -> str:
@@ -35,7 +35,7 @@ class ControllerBack(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerMissing(Event):
+class ControllerMissing(OfSupervisor):
     """Slurm's commands are not installed here"""
 
     error: str
@@ -48,7 +48,7 @@ class ControllerMissing(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspended(Event):
+class Suspended(OfSupervisor):
     """until now, a rank's process was stopped for `seconds`, and the others waited for it"""
 
     rank: int = field()
@@ -63,7 +63,7 @@ class Suspended(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow(Event):
+class Slow(OfSupervisor):
     """a straggler"""
 
     rank: int = field()
@@ -110,7 +110,7 @@ class GpuFault(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerRecovered(Event):
+class StragglerRecovered(OfSupervisor):
     """a straggler is no longer slow"""
 
     rank: int = field()
@@ -118,7 +118,7 @@ class StragglerRecovered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hung(Event):
+class Hung(OfSupervisor):
     """a hang: all ranks are being ended. `suspect`: the node whose GPU hung"""
 
     rank: int = field()
@@ -135,7 +135,7 @@ class Hung(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotConnected(Event):
+class NotConnected(OfSupervisor):
     """after a minute, ranks have not connected to the others. `late`: these ranks"""
 
     late: Sequence[int]
@@ -147,7 +147,7 @@ class NotConnected(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeLost(Event):
+class NodeLost(OfSupervisor):
     """a node no longer responds, or these ranks did not exit after SIGKILL"""
 
     node: str
@@ -162,7 +162,7 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchFailed(Event):
+class LaunchFailed(OfSupervisor):
     """srun has started no rank. `lines`: what it printed. `refused`: it would refuse the same again"""
 
     error: str
@@ -174,7 +174,7 @@ class LaunchFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFailed(Event):
+class RankFailed(OfSupervisor):
     """the first failure of the attempt. `raised`: its exception, line and step. `lacks_gpus`: the node has too few.
     `fault`: the fault of its GPU that caused this"""
 
@@ -200,7 +200,7 @@ NodeFailure = RankFailed | Hung | NodeLost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Excluded(Event):
+class Excluded(OfSupervisor):
     """nodes that the next jobs exclude, for a day"""
 
     nodes: Sequence[str]
@@ -213,7 +213,7 @@ class Excluded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotExcluded(Event):
+class NotExcluded(OfSupervisor):
     """a failed node is not excluded"""
 
     reason: str
@@ -223,7 +223,7 @@ class NotExcluded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved(Event):
+class Moved(OfSupervisor):
     """the next attempt starts in the same job, but on `nodes`: it leaves the nodes `aside`, and `why`"""
 
     nodes: Sequence[str]

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from clusterddp.history.event import Event
+from clusterddp.history.event import Event, OfSupervisor
 from clusterddp.reporter import counted, duration
 
 #: The same, of a process that a rank has started and the supervisor.
@@ -36,7 +36,7 @@ class StepsSeen(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChildStep(Event):
+class ChildStep(OfSupervisor):
     """a process that the script has started with multiprocessing has made a step, of unknown number"""
 
 
@@ -81,7 +81,7 @@ class Apart(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoRank(Event):
+class NoRank(OfSupervisor):
     """a process that a rank has started calls `clusterddp.stop_requested()`, which is False there"""
 
     def sentence(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clusterddp.history.event import Event
+from clusterddp.history.event import Event, OfSupervisor
 
 #: The sentence of an event that both the rank and the supervisor print.
 HANDLER_REPLACED = (
@@ -40,7 +40,7 @@ class Notified(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice(Event):
+class Notice(OfSupervisor):
     """the supervisor asks the ranks to stop"""
 
     why: str
@@ -50,7 +50,7 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requested(Event):
+class Requested(OfSupervisor):
     """the user asked for `request`. The next jobs exclude `nodes` for a day."""
 
     request: str

@@ -25,6 +25,7 @@ from clusterddp.codec import Misfit, read
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.history import codec
 from clusterddp.history.beginnings import Rejoined
+from clusterddp.history.event import OfSupervisor
 from clusterddp.messages.orders import Connect, Order, Stop, order_line
 from clusterddp.messages.reports import REPORTS, Hello, Joined, Serving
 from clusterddp.messages.requests import REQUESTS, UserRequest, read_request
@@ -535,10 +536,13 @@ def read_report(rank: int, line: bytes | None) -> Report:
         return report
     if not _nests_within(values, _MOST_NESTED):
         raise Misfit(f"{name}: its values are nested more than {_MOST_NESTED} deep")
-    event = {"time": 0.0, "attempt": 0, "event": name, "rank": rank, **values}
+    own = {"time": 0.0, "attempt": 0, "event": name, "rank": rank}
+    event = own | values | own
     if wrong := schema_error(event, EVENT):
         raise Misfit(f"{name}: {wrong}")
-    return codec.read(event)
+    if isinstance(reported := codec.read(event), OfSupervisor):
+        raise Misfit(f"{name}: only the supervisor records this event")
+    return reported
 
 
 def _nests_within(value: Any, levels: int) -> bool:

@@ -127,7 +127,7 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
             return state, [GpuFigures(rank, report.figures)]
         case Left():
             return _on_left(state, rank, report, now)
-        case Committing():
+        case Committing() if rank == 0:
             return _on_committing(state, report, now)
         case Made():
             return _on_made(state, rank, report)

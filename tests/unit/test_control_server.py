@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.codec import Misfit
+from clusterddp.history.beginnings import Phase
 from clusterddp.messages.orders import Order, RecordFlight, Stop, read_order
 from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers, Outbox, read_report
@@ -165,7 +166,10 @@ BEAT = {"event": "alive", "count": 90, "step": 89, "age_s": 610.0}
         {"event": "checkpoint", "step": 7, "blocked_s": 0.1, "durable_s": "soon", "bytes": 1},
         {"event": "progress", "step": -1, "steps": 7},
         {"event": "of a later version", "step": "7"},
-        {"event": "phase", "phase": "training", "time": "now"},
+        {"event": "rejoined", "rank": 1, "host": "n1"},
+        {"event": "completed", "step": 7, "attempts": 1, "reason": "all ranks finished"},
+        {"event": "stopped", "reason": "clusterddp stop", "step": 7},
+        {"event": "node_lost", "node": "n2", "suspect": "n2"},
         {"event": "of a later version", "values": json.loads("[" * 600 + "]" * 600)},
         {"event": "left", "host": "n1"},
         {"event": "left", "host": "n1", "end": "bored"},
@@ -186,6 +190,12 @@ def test_a_report_of_an_unexpected_form_is_refused(report: object) -> None:
     """The server skips it, and says so."""
     with pytest.raises(Misfit):
         read_report(0, json.dumps(report).encode())
+
+
+def test_a_report_is_of_the_rank_whose_connection_it_came_over_and_of_this_attempt() -> None:
+    """Whatever else it says. The decisions and the history's view count on it."""
+    report = read_report(3, b'{"event": "phase", "phase": "training", "rank": 5, "attempt": 7, "time": 9e10}')
+    assert isinstance(report, Phase) and (report.rank, report.attempt, report.time) == (3, 0, 0.0)
 
 
 def test_an_error_in_what_handles_a_report_is_no_malformed_report() -> None:

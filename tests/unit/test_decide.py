@@ -76,6 +76,7 @@ AGAIN = StartTimer(Timer.STOP_CHECK, STOP_CHECK_S)
 #: Rank 0's question before it commits a checkpoint, that to rank 1, its answer, and what rank 0 gets.
 ASKING = reported(0, "committing", {"question": 3, "step": 7})
 COUNT, MADE = Broadcast(orders.CountSteps(3), frozenset((1,))), reported(1, "made", {"question": 3, "step": 7})
+NOT_RANK_0 = reported(1, "committing", {"question": 3, "step": 0})
 MAY = Broadcast(orders.Commit(3), frozenset((0,)))
 MAY_NOT = Broadcast(orders.Commit(3, "rank 1 (n2) exited"), frozenset((0,)))
 GOES_ON_ALONE = [MAY_NOT, Broadcast(orders.Leave("rank 1 (n2) exited"), frozenset((0,)))]
@@ -125,6 +126,8 @@ def test_a_connection_that_breaks_before_its_rank_has_named_its_host_is_that_of_
         ([], ASKING, [COUNT]),
         ([ASKING], MADE, [MAY]),
         ([ASKING], reported(1, "made", {"question": 3, "step": 6}), []),
+        ([ASKING, NOT_RANK_0], reported(1, "made", {"question": 3, "step": 6}), []),
+        ([], NOT_RANK_0, []),
         ([ASKING], reported(1, "made", {"question": 2, "step": 7}), []),
         ([ASKING, reported(1, "made", {"question": 3, "step": 6})], ASKING, [COUNT]),
         ([ASKING, MADE], MADE, []),
