@@ -11,6 +11,7 @@ import pytest
 
 from clusterddp.errors import SlurmError
 from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.placement import JobStart
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands
@@ -133,8 +134,8 @@ class FakeController:
     def submitted_at(self) -> float | None:
         return None
 
-    def describe(self) -> dict[str, Any]:
-        return {"job": "41", "restarts": 0, "nodes": "n1"}
+    def describe(self) -> JobStart:
+        return JobStart("n1", job="41")
 
     def notice(self) -> Notice:
         return Notice(None)

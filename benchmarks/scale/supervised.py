@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.placement import JobStart
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
@@ -46,8 +47,8 @@ class Controller(FakeController):
         self._nodes = f"n[00000-{nodes - 1:05}]"
         self.stop: Stop | None = None
 
-    def describe(self) -> dict[str, Any]:
-        return {"job": "41", "restarts": 0, "nodes": self._nodes}
+    def describe(self) -> JobStart:
+        return JobStart(self._nodes, job="41")
 
     def notice(self) -> Notice:
         return Notice(None, self.stop)

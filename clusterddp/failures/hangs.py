@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from clusterddp.history.failures import Slow, StragglerRecovered
 from clusterddp.messages.reports import Alive, Row
 from clusterddp.process import RunningClock
 from clusterddp.protocol import IDLE, OWN, WAIT
@@ -169,30 +170,12 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A straggler: its compute time in a step, in seconds, and the ratio to the others' median."""
-
-    rank: int
-    host: str
-    own_s: float
-    ratio: float
-
-
-@dataclass(frozen=True)
 class StillSlow:
     """A rank has been slow by LASTING_RATIO for EXPLAINED_S."""
 
     rank: int
     ratio: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class StragglerRecovered:
-    """A rank that was a straggler no longer is one."""
-
-    rank: int
-    host: str
 
 
 @dataclass(frozen=True)
@@ -423,7 +406,8 @@ def find_slow(statuses: Iterable[RankStatus], least_ratio: float = SLOW_RATIO) -
         usual = _median_without(times, status.own_s)
         if is_slow(status.own_s, usual, status.step_s, least_ratio):
             ratio = status.own_s / max(usual, 1e-3 * status.step_s)
-            found.append(Slow(status.rank, status.host, round(status.own_s, 4), round(ratio, 2)))
+            own_s = round(status.own_s, 4)
+            found.append(Slow(rank=status.rank, host=status.host, own_s=own_s, ratio=round(ratio, 2)))
     return found
 
 
@@ -490,7 +474,7 @@ class Watch:
         found: list[Finding] = []
         slow_now = {slow.rank: slow for slow in find_slow(statuses)}
         for rank in sorted(self._slow - slow_now.keys()):
-            found.append(StragglerRecovered(rank, self._statuses[rank].host))
+            found.append(StragglerRecovered(rank=rank, host=self._statuses[rank].host))
         self._slow &= slow_now.keys()
         for slow in slow_now.values():
             if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from clusterddp.failures import exclusion
 from clusterddp.history.beginnings import Started
@@ -17,6 +16,16 @@ from clusterddp.history.failures import Moved
 from clusterddp.history.view import Events
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job, or the process of a local run, and its nodes as Slurm writes them."""
+
+    nodes: str
+    job: str | None = None
+    restarts: int | None = None
+    pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,12 +47,6 @@ class Placement:
     def is_short(self, job: Job) -> bool:
         """Whether Slurm had taken so many nodes out of the job before the attempt began that its ranks cannot start."""
         return job.outlives_nodes and 0 < len(self.nodes) < (job.min_nodes or job.nodes)
-
-    @property
-    def recorded(self) -> dict[str, list[str]]:
-        """The idle nodes, for the event ``started``."""
-        groups = {"spares": self.spares, "aside": self.aside}
-        return {name: list(nodes) for name, nodes in groups.items() if nodes}
 
     def moved(self, nodes: Collection[str], aside: Collection[str]) -> Placement:
         """With ranks on these nodes, and these left, too."""
@@ -73,17 +76,17 @@ class Choice:
     placement: Placement = Placement()
 
 
-def place(job: Job, allocated: Sequence[str], history: Events, start: Mapping[str, Any], now: float) -> Placement:
+def place(job: Job, allocated: Sequence[str], history: Events, start: JobStart, now: float) -> Placement:
     """The placement of the next attempt in a job with the nodes ``allocated``.
 
-    ``start``: job id and restarts, as in the event ``started``. What an attempt of this start of the job has moved to
-    stays. At first, nodes that failed this run in the last day become spares if there are others. Those that the run's
-    jobs exclude, as a drained one, are left then: Slurm gives a requeued job its nodes again.
+    What an attempt of this start of the job has moved to stays. At first, nodes that failed this run in the last day
+    become spares if there are others. Those that the run's jobs exclude, as a drained one, are left then: Slurm gives a
+    requeued job its nodes again.
     """
     every = Placement(tuple(allocated), tuple(allocated))
     if not job.outlives_nodes:
         return every
-    this = (start.get("job"), start.get("restarts", 0))
+    this = (start.job, start.restarts)
     own = {event.attempt for event in history.all(Started) if (event.job, event.restarts) == this}
     moves = [event for event in history.all(Moved) if event.attempt in own]
     excluded = exclusion.left_out(Events(event for event in history if event.attempt not in own), now)

@@ -42,7 +42,7 @@ class Started(OfSupervisor):
     code: Mapping[str, Any]
     changed: Sequence[str]
     job: str | None = None
-    restarts: int = 0
+    restarts: int | None = None
     pid: int | None = None
     seen: float | None = None
     spares: Sequence[str] = ()

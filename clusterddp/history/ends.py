@@ -120,11 +120,11 @@ class Stopped(Continues):
     """the run can be continued. `file`: the script's own checkpoint. `made`: the attempt completed at least this
     many steps. `refused`: why Slurm refused the run's next job, which `clusterddp wait --resubmit` submits again"""
 
-    then: str = "stopped"
+    then: str | None = None
     refused: str | None = None
 
     def sentence(self) -> str:
-        return self.ended(f"The run is {self.then}")
+        return self.ended(f"The run is {self.then or 'stopped'}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ from clusterddp.errors import (
     SlurmUnavailable,
     UsageError,
 )
-from clusterddp.history.codec import decode, sentence
+from clusterddp.history.beginnings import Forked
+from clusterddp.history.codec import encode, sentence
 from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import Code, checkout_of
@@ -82,9 +83,9 @@ def copy_checkpoint(text: str, into: RunDirectory) -> str:
     except OSError as error:
         raise CheckpointError(f"cannot copy {source.path} into {into}: {error.strerror}") from error
     checkpoints.commit(temporary, source.step)
-    event = {"attempt": number, "event": "forked", "step": source.step, "source": str(run)}
-    append_line(into.events_file, {"time": time.time(), **event})
-    return sentence(decode(event)) or ""
+    event = Forked(time=time.time(), attempt=number, step=source.step, source=str(run))
+    append_line(into.events_file, encode(event))
+    return sentence(event) or ""
 
 
 @dataclass(frozen=True)

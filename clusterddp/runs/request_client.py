@@ -25,7 +25,7 @@ from typing import Any
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.history.codec import decode
-from clusterddp.history.ends import AttemptEnd, Requeued, Stopped
+from clusterddp.history.ends import AttemptEnd, Cancelled, Requeued, Stopped
 from clusterddp.history.event import Event
 from clusterddp.history.outcome import over_already
 from clusterddp.history.words import BY_SLURM
@@ -310,7 +310,7 @@ def await_outcome(run: RunDirectory) -> dict[str, Any]:
         text = f"{run} is cancelled and will not start again, but is still {held}"
         raise RunDirectoryError(text if "cannot be reached" in held else f"{text}, which is ending")
     if run.outcome() is None:  # no supervisor wrote it: the run was queued, or was killed
-        History(run, max(run.attempts(), default=0), printed=False).conclude("cancelled", "cancelled")
+        History(run, max(run.attempts(), default=0), printed=False).conclude(Cancelled, "cancelled")
     return run.outcome() or {"state": "cancelled", "step": None}  # on a full disk, the mark must suffice
 
 

@@ -27,12 +27,13 @@ from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion, exit_status, node_memory
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.placement import Placement
-from clusterddp.history.beginnings import NotRead, OwnCheckpointRead, Started
+from clusterddp.history.beginnings import NotRead, OwnCheckpointRead, Started, Submitted
 from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.history.ends import Completed
 from clusterddp.history.event import Event as Line
 from clusterddp.history.failures import Moved
-from clusterddp.history.steps import DeviceMemory, Progress, StepsSeen
+from clusterddp.history.steps import ChildStep, DeviceMemory, Progress, StepsSeen
+from clusterddp.history.stops import Overdue
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import changed_code, code_state
@@ -117,7 +118,7 @@ class Attempt:
         self._seen = before.get("time") if is_time(before.get("time")) else None
         placement = placement or Placement(nodes_of(controller), nodes_of(controller))
         nodes, steps = NodeNames(placement.nodes), before.get("step", -1) + 1
-        history, idle_nodes = self._history.view, sum(map(len, placement.recorded.values()))
+        history, idle_nodes = self._history.view, len(placement.spares) + len(placement.aside)
         self._state = State(
             *(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement),
             made_before=lost_steps(history, number),
@@ -139,7 +140,7 @@ class Attempt:
     def _on_event(self, event: Line) -> None:
         self._hook.notify(event)
         if self._job.node_memory:
-            node_memory.remember(self._run, self._controller.describe().get("job"), event)
+            node_memory.remember(self._run, self._controller.describe().job, event)
 
     def _new_watch(self) -> Watch | None:
         watchdog = self._job.watchdog
@@ -258,7 +259,7 @@ class Attempt:
         for write in (
             partial(self._record_address, token),
             self._record_start,
-            lambda: self._history.add("own_resume", **resumed) if resumed else None,
+            lambda: self._history.add(resumed) if resumed else None,
             lambda: self._start("launcher", self._wait),  # so that the start is recorded before the end
         ):
             self._writes.put(write)
@@ -266,7 +267,7 @@ class Attempt:
         self._start("grace period", self._tell_notice)  # not in that one: a busy controller may take minutes
         if self._job.step_log is not None:
             self._step_log = StepLog(self._run, self._number, self._job.step_log, self.post)
-        looks = self._start("own checkpoints", lambda: self._script_checkpoints.watch(self._ended, self._record_later))
+        looks = self._start("own checkpoints", lambda: self._script_checkpoints.watch(self._ended, self._record))
         try:
             while self._state.exit_code is None:
                 self._handle(*self._next_event())
@@ -286,7 +287,7 @@ class Attempt:
             looks.join(LAST_SEARCH_S)  # a requeue does not wait for a disk
             with suppress(OSError):
                 if exists(self._run.child_step_file(self._number)):
-                    self._writes.put(lambda: self._history.add("child_step"))
+                    self._record(ChildStep())
             self._writes.put(None)
             history.join()
             if late is not None:
@@ -340,7 +341,7 @@ class Attempt:
     def _first_job(self) -> str:
         """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""
         first = self._history.view.first(Started)
-        job = self._controller.describe().get("job") if first is None else first.job
+        job = self._controller.describe().job if first is None else first.job
         return str(self._run.path.name if job is None else job)
 
     def _run_began(self) -> float:
@@ -442,15 +443,16 @@ class Attempt:
         if not self._hook or self._state.superseded:
             return
         if isinstance(event, Notice) and event.stop is Stop.PREEMPTION:
-            self._hook.call("preempted", {"time": now, "attempt": self._number, **self._controller.describe()})
+            start = {name: value for name, value in vars(self._controller.describe()).items() if value is not None}
+            self._hook.call("preempted", {"time": now, "attempt": self._number, **start})
 
     def _carry_out(self, action: Action, now: float) -> None:
         """Carries out an action, without waiting for a disk, a rank or the controller."""
         match action:
-            case Record(event, values):
-                if event == "overdue" and self._watch and (behind := self._watch.behind()):
-                    values = {**values, "behind": behind}  # rank 0 reports it, and sees only its own place
-                self._writes.put(partial(self._record, event, now, values))
+            case Record(event):
+                if isinstance(event, Overdue) and self._watch and (behind := self._watch.behind()):
+                    event = replace(event, behind=behind)  # rank 0 reports it, and sees only its own place
+                self._record(replace(event, time=now))
             case Say(text):
                 self._writes.put(partial(say, text))
             case Broadcast(order, ranks):
@@ -495,6 +497,9 @@ class Attempt:
                 self._timing_file.close()
                 self._server.close()
 
+    def _record(self, event: Line) -> None:
+        self._writes.put(partial(self._history.add, event))
+
     def _write_timing(self, lines: Callable[[float, Sequence[str]], list[dict[str, Any]]]) -> None:
         hosts = [self._state.node_of(rank) for rank in range(self._job.world_size)]
         self._writes.put(partial(self._timing_file.append, lines(time.time(), hosts)))
@@ -505,12 +510,6 @@ class Attempt:
         while (write := self._writes.get()) is not None:
             write()
             self._writes.task_done()
-
-    def _record(self, event: str, at: float, values: Mapping[str, Any]) -> None:
-        self._history.add(event, at, **values)
-
-    def _record_later(self, event: str, **values: Any) -> None:
-        self._writes.put(lambda: self._history.add(event, **values))
 
     def _record_address(self, token: str) -> None:
         """Records where the user's requests reach this process."""
@@ -538,17 +537,27 @@ class Attempt:
         """While the ranks import torch: this runs git, on a disk that may be slow."""
         try:
             if self._submission is not None:
-                self._history.add(
-                    "submitted", self._launched, job=self._submission["job"], submitted=self._submission["time"]
-                )
+                job, at = self._submission["job"], self._submission["time"]
+                self._history.add(Submitted(time=self._launched, job=job, submitted=at))
             state = code_state(self._job, self._code.state() if self._code else None)
             before = self._history.view.last(Started)
             differences = changed_code(before.code, state) if before is not None else []
-            started = {**self._controller.describe(), "ranks": self._job.world_size}
-            if idle := self._state.placement.recorded:
-                started |= {"nodes": ",".join(self._state.nodes), **idle}
-            seen = {} if self._seen is None else {"seen": self._seen}
-            self._history.add("started", self._launched, **started, code=state, changed=differences, **seen)
+            start, placement = self._controller.describe(), self._state.placement
+            idle = placement.spares or placement.aside
+            started = Started(
+                time=self._launched,
+                job=start.job,
+                restarts=start.restarts,
+                pid=start.pid,
+                nodes=",".join(self._state.nodes) if idle else start.nodes,
+                ranks=self._job.world_size,
+                spares=placement.spares,
+                aside=placement.aside,
+                code=state,
+                changed=differences,
+                seen=self._seen,
+            )
+            self._history.add(started)
         except OSError as error:
             say(f"could not record the attempt's start ({error}). Training continues")
 
@@ -584,6 +593,6 @@ def run_id(run: RunDirectory) -> str:
 def nodes_of(controller: Controller) -> tuple[str, ...]:
     """The nodes of the job in Slurm's order. Empty if they are unknown."""
     try:
-        return tuple(expand(controller.describe()["nodes"]))
+        return tuple(expand(controller.describe().nodes))
     except ClusterddpError:
         return ()

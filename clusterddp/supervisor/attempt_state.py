@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from clusterddp import protocol
-from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
+from clusterddp.failures.hangs import Hang, StillSlow
 from clusterddp.failures.placement import Placement
+from clusterddp.history.beginnings import Allocated
 from clusterddp.history.event import Event as HistoryEvent
+from clusterddp.history.failures import Slow, StragglerRecovered
 from clusterddp.jobdef.job import Job
 from clusterddp.messages.orders import Order
 from clusterddp.messages.reports import (
@@ -66,13 +68,13 @@ SIGNAL = "signal"
 class Notice:
     """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must.
 
-    ``allocated``: when it was submitted, could start and started, the values of that event. None if unknown. ``nodes``:
-    those of a job that outlives its nodes. None if unknown.
+    ``allocated``: when it was submitted, could start and started. None if unknown. ``nodes``: those of a job that
+    outlives its nodes. None if unknown.
     """
 
     end_time: float | None
     stop: Stop | None = None
-    allocated: Mapping[str, float] | None = None
+    allocated: Allocated | None = None
     nodes: frozenset[str] | None = None
 
 
@@ -205,8 +207,7 @@ Event = (
 class Record:
     """Append an event to the run's history."""
 
-    event: str
-    values: Mapping[str, Any]
+    event: HistoryEvent
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ from clusterddp.errors import (
     SlurmUnavailable,
 )
 from clusterddp.failures import exclusion, node_memory
+from clusterddp.failures.placement import JobStart
+from clusterddp.history.beginnings import Allocated
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.process import descendants, started_at
@@ -72,8 +74,8 @@ class Controller(Protocol):
         """When this job was submitted or requeued. None if a user starts each attempt."""
         return None
 
-    def describe(self) -> dict[str, Any]:
-        """The job or process and its nodes, for the event ``started``."""
+    def describe(self) -> JobStart:
+        """The job or process and its nodes."""
 
     def notice(self) -> Notice:
         """When the job ends, and whether it must stop now."""
@@ -154,9 +156,9 @@ class SlurmController(Controller):
         job = slurm.show_job(self._job_id)
         return None if job is None else job.submit_time
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JobStart:
         """Job, restart count and nodes."""
-        return {"job": self._job_id, "restarts": self._restarts, "nodes": self._nodes}
+        return JobStart(self._nodes, job=self._job_id, restarts=self._restarts)
 
     def notice(self) -> Notice:
         """EndTime, which an administrator may change, PreemptTime and the state."""
@@ -311,9 +313,9 @@ class LocalController(Controller):
         """This process."""
         return lease.of_this_process()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JobStart:
         """The process and its host."""
-        return {"pid": os.getpid(), "nodes": socket.gethostname()}
+        return JobStart(socket.gethostname(), pid=os.getpid())
 
     def notice(self) -> Notice:
         """The loop's notice. A local run has no time limit."""
@@ -342,7 +344,7 @@ def batch_step_began() -> float:
     return started_at(os.getpid()) or time.time()
 
 
-def allocated(job: JobInfo, batch_step: float) -> dict[str, float] | None:
+def allocated(job: JobInfo, batch_step: float) -> Allocated | None:
     """When the job was queued, could start, and got its nodes, and how many tasks of its array may run at a time. None
     if the time at which it got them is unknown.
 
@@ -352,8 +354,7 @@ def allocated(job: JobInfo, batch_step: float) -> dict[str, float] | None:
         return None
     begun = min(max(job.start_time, batch_step), job.start_time + 1)
     limit = job.task_limit or None
-    times = {"submitted": job.submit_time, "eligible": job.eligible_time, "begun": begun, "limit": limit}
-    return {name: at for name, at in times.items() if at is not None}
+    return Allocated(submitted=job.submit_time, eligible=job.eligible_time, begun=begun, limit=limit)
 
 
 def _stop_said(notice: Path) -> Stop | None:

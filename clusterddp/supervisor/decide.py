@@ -7,15 +7,28 @@ This module reads no clock, file or socket.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered, named
+from clusterddp.failures.hangs import Hang, StillSlow, named
+from clusterddp.history import stops
 from clusterddp.history.beginnings import NotRead, Rejoined, Resumed, Training
 from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
-from clusterddp.history.codec import encode
 from clusterddp.history.event import Event as HistoryEvent
-from clusterddp.history.failures import GpuFault, gpu_fault
+from clusterddp.history.event import name_of
+from clusterddp.history.failures import (
+    ControllerAway,
+    ControllerBack,
+    ControllerMissing,
+    GpuFault,
+    Hung,
+    NodeLost,
+    NotConnected,
+    Slow,
+    StragglerRecovered,
+    Suspended,
+    gpu_fault,
+)
 from clusterddp.history.steps import Progress
 from clusterddp.history.stops import Finishing, Notified, Overdue, Signal, Stopping
 from clusterddp.messages import orders
@@ -169,21 +182,19 @@ def _on_stood(state: State, rank: int, stood_s: float, now: float) -> Step:
         return state, []
     known = now - stood_s < state.running_since
     state = replace(state, stood_s=max(state.stood_s, stood_s), running_since=now)
-    record = Record("suspended", {"rank": rank, "host": state.hosts[rank], "seconds": stood_s})
+    record = Record(Suspended(rank=rank, host=state.hosts[rank], seconds=stood_s))
     return state, [] if known else [record]
 
 
 def _record(state: State, rank: int, event: HistoryEvent) -> Step:
     """Adds a rank's event to the history, unless very many ranks report the same, such as a stop signal."""
-    line = encode(event)
-    name = line["event"]
-    values = {field: value for field, value in line.items() if field not in ("time", "attempt", "event")}
     if rank == 0:
-        return state, [Record(name, values)]
+        return state, [Record(event)]
+    name = name_of(event)
     before = state.reported.get(name, 0)
     state = replace(state, reported={**state.reported, name: before + 1})
     if before < MOST_RECORDED:
-        return state, [Record(name, values)]
+        return state, [Record(event)]
     text = f"ranks other than 0 reported {name!r} more than {MOST_RECORDED} times. Further reports are not recorded"
     return state, [Say(text)] if before == MOST_RECORDED else []
 
@@ -369,9 +380,9 @@ def _on_unkillable(state: State, _now: float) -> Step:
     """Abandons the ranks that are still connected. Their nodes count as lost, because they cannot release the ranks."""
     stuck = state.hosts.keys() - state.lost_at.keys() - state.ends.keys()
     nodes = dict.fromkeys(state.node_of(rank) for rank in sorted(stuck))
-    lost = {node: [rank for rank in sorted(stuck) if state.node_of(rank) == node] for node in nodes}
+    lost = {node: tuple(rank for rank in sorted(stuck) if state.node_of(rank) == node) for node in nodes}
     records: list[Action] = [
-        Record("node_lost", {"node": node, "suspect": node, "unkillable": ranks}) for node, ranks in lost.items()
+        Record(NodeLost(node=node, suspect=node, unkillable=ranks)) for node, ranks in lost.items()
     ]
     return replace(state, silent=state.silent | stuck), [*records, Do.ABANDON_RANKS]
 
@@ -396,9 +407,9 @@ def _on_abandon(state: State, _now: float) -> Step:
 
 
 def _on_notice(state: State, notice: Notice, now: float) -> Step:
-    back: list[Action] = [Record("controller_back", {})] if state.controller_away else []
+    back: list[Action] = [Record(ControllerBack())] if state.controller_away else []
     if notice.allocated is not None and not state.allocated:
-        back.append(Record("allocated", dict(notice.allocated)))
+        back.append(Record(notice.allocated))
         state = replace(state, allocated=True)
     preempted = state.preempted or notice.stop is Stop.PREEMPTION
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
@@ -415,9 +426,9 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
 def _on_controller_failed(state: State, event: ControllerFailed, _now: float) -> Step:
     actions: list[Action] = []
     if event.missing and not state.controller_missing:
-        state, actions = replace(state, controller_missing=True), [Record("controller_missing", {"error": event.error})]
+        state, actions = replace(state, controller_missing=True), [Record(ControllerMissing(error=event.error))]
     elif not event.missing and not state.controller_away:
-        state, actions = replace(state, controller_away=True), [Record("controller_away", {"error": event.error})]
+        state, actions = replace(state, controller_away=True), [Record(ControllerAway(error=event.error))]
     if not state.confirming:
         return state, actions
     if event.reachable:
@@ -478,7 +489,7 @@ def _on_silent_nodes(state: State, event: SilentNodes, _now: float) -> Step:
 
 def _lose_nodes(state: State) -> Step:
     nodes = state.lost_nodes
-    records: list[Action] = [Record("node_lost", {"node": node, "suspect": node}) for node in nodes]
+    records: list[Action] = [Record(NodeLost(node=node, suspect=node)) for node in nodes]
     lost = f"node {nodes[0]} was lost" if len(nodes) == 1 else f"nodes {' and '.join(nodes)} were lost"
     state, actions = _abandon(replace(state, confirming=False, abandon=lost))
     return state, [*records, *actions]
@@ -511,7 +522,7 @@ def _check_stop(state: State, now: float) -> Step:
     if (sent and not unsent) or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
     if why and not sent:
-        actions.append(Record("notice", {"why": why}))
+        actions.append(Record(stops.Notice(why=why)))
     return replace(state, stops_sent=state.stops_sent | {stop.value}), [*actions, check_again]
 
 
@@ -589,13 +600,18 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     if faulty := [rank for rank in hang.late if state.gpu_fault_of(rank, now)]:
         nodes = {state.node_of(faulty[0])}
         hang = replace(hang, what=f"{hang.what}. {state.gpu_fault_of(faulty[0], now)}", of_device=True)
-    values = {name: value for name, value in asdict(hang).items() if value is not None}
-    del values["silent"]
-    if values.pop("of_device") and len(nodes) == 1:
-        values["suspect"] = nodes.pop()
-    record = Record("hung", {"rank": hang.late[0], **values})
+    hung = Hung(
+        rank=hang.late[0],
+        late=hang.late,
+        host=hang.host,
+        step=hang.step,
+        seconds=hang.seconds,
+        what=hang.what,
+        stalled_s=hang.stalled_s,
+        suspect=nodes.pop() if hang.of_device and len(nodes) == 1 else None,
+    )
     ends = [Broadcast(orders.RecordFlight(hang.what)), Broadcast(orders.Leave(hang.what))]
-    actions: list[Action] = [record, *ends, StartTimer(Timer.KILL, HANG_GRACE_S)]
+    actions: list[Action] = [Record(hung), *ends, StartTimer(Timer.KILL, HANG_GRACE_S)]
     return replace(state, hang=hang, hung_at=now, watched=False), actions
 
 
@@ -646,7 +662,7 @@ def _on_connect(state: State, now: float) -> Step:
     if waited_s >= timeouts.connect_s:
         return _end_connecting(state, missing, f"{what} (timeouts.connect_s)", now)
     if before_s < MISSING_S <= waited_s:
-        return state, [Record("not_connected", {"late": missing, "seconds": waited_s, "what": what}), again]
+        return state, [Record(NotConnected(late=tuple(missing), seconds=waited_s, what=what)), again]
     return state, [again]
 
 
@@ -683,12 +699,12 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     RanksExited: _on_exit,
     Request: _on_request,
     Hang: _on_hang,
-    Slow: lambda state, slow, _: (state, [Record("slow", asdict(slow))]),
+    Slow: lambda state, slow, _: (state, [Record(slow)]),
     StillSlow: lambda state, slow, _: (
         state,
         [Broadcast(orders.Explain(slow.ratio, round(slow.seconds)), frozenset((slow.rank,)))],
     ),
-    StragglerRecovered: lambda state, rank, _: (state, [Record("straggler_recovered", asdict(rank))]),
+    StragglerRecovered: lambda state, recovered, _: (state, [Record(recovered)]),
 }
 _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.STOP_CHECK: _check_stop,

@@ -14,10 +14,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from clusterddp.history.beginnings import Training
-from clusterddp.history.codec import decode, sentence
+from clusterddp.history.checkpoints import Checkpoint
+from clusterddp.history.codec import encode, sentence
+from clusterddp.history.ends import Completed, RunEnd
 from clusterddp.history.event import Event
 from clusterddp.jobdef.masking import masked
 from clusterddp.reporter import say
@@ -26,6 +29,7 @@ from clusterddp.rundir.json_lines import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.control_channel import clip
 
+_E = TypeVar("_E", bound=Event)
 #: The most characters of a free text in an event.
 _LONGEST_TEXT = 4000
 
@@ -39,47 +43,42 @@ class History:
     def __init__(self, run: RunDirectory, attempt: int, secrets: Sequence[str] = (), *, printed: bool = True) -> None:
         self._run, self._attempt, self.secrets, self._printed = run, attempt, secrets, printed
         #: Events that could not be written yet.
-        self.pending: list[dict[str, Any]] = []
+        self.pending: list[Event] = []
         self._closed = False
-        self.newest_step: int | None = None
-        self.newest_checkpoint: int | None = None
         #: Gets every event that is added.
         self.listener: Callable[[Event], None] = lambda _: None
         drop_torn_line(run.events_file)
         #: The run's history, with the events that a full disk has not taken yet.
         self.view = run.history()
 
-    def add(self, event: str, at: float | None = None, /, **values: Any) -> None:
-        """Appends one event, unless the history was closed. ``at``: when it happened, in unix seconds. Now if None."""
-        line = {
-            "time": time.time() if at is None else at,
-            "attempt": self._attempt,
-            "event": event,
-            **self._presentable(values),
-        }
+    def add(self, event: _E) -> _E:
+        """Appends an event of this attempt, unless the history was closed. Without a time, it happens now. Returns the
+        event as it is recorded."""
+        event = self._presentable(replace(event, time=event.time or time.time(), attempt=self._attempt))
         if self._closed:
-            return
-        self.newest_step = highest([self.newest_step, values.get("step")])
-        if event == "checkpoint":
-            self.newest_checkpoint = values["step"]
-        added = decode(line)
-        self.view.add(added)
-        self.pending.append(line)
+            return event
+        self.view.add(event)
+        self.pending.append(event)
         self._try_to_write()
-        self.listener(added)
-        words = sentence(added)
+        self.listener(event)
+        words = sentence(event)
         if self._printed and words:  # a local run's terminal shows the events in the file, and our stderr
             print(words, file=sys.stderr if self.pending else sys.stdout, flush=True)
+        return event
 
-    def _presentable(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _presentable(self, event: _E) -> _E:
         """Masks secrets in free texts, such as an exception's, and clips them."""
+        fields, others = self._clipped(vars(event)), self._clipped(event.others)
+        return replace(event, **fields, others={**event.others, **others}) if fields or others else event
+
+    def _clipped(self, values: Mapping[str, Any]) -> dict[str, Any]:
         texts = {name: values[name] for name in ("error", "reason") if isinstance(values.get(name), str)}
-        return {**values, **{name: clip(masked(text, self.secrets), _LONGEST_TEXT) for name, text in texts.items()}}
+        return {name: clip(masked(text, self.secrets), _LONGEST_TEXT) for name, text in texts.items()}
 
     def write_pending(self) -> None:
         """Writes what could not be written so far. Raises OSError if it still cannot be."""
         while self.pending:
-            append_line(self._run.events_file, self.pending[0])
+            append_line(self._run.events_file, encode(self.pending[0]))
             del self.pending[0]
 
     def _try_to_write(self) -> None:
@@ -93,19 +92,26 @@ class History:
         """Stops writing, also in other threads, because a newer attempt's supervisor writes the file from now on."""
         self._closed = True
 
-    def saved(self) -> dict[str, Any]:
-        """The step that this attempt reached (0: none; None: the script records none), and its newest checkpoint."""
+    @property
+    def checkpoint(self) -> int | None:
+        """The newest checkpoint of this attempt. None if it has saved none."""
+        newest = self.view.attempt(self._attempt).last(Checkpoint)
+        return None if newest is None else newest.step
+
+    def reached(self) -> int | None:
+        """The step that this attempt reached. 0: none. None: the script records none."""
         try:
             line = self._run.last_metrics()
         except OSError as error:  # the run continues: only its checkpoints matter
             say(f"could not read the metrics ({error}). The last step is unknown")
             line = None
-        done = line["step"] + 1 if line and line["attempt"] == self._attempt else self.newest_checkpoint
-        if done is None and self.newest_step is not None:
-            done = 0
-        return {"step": done, "checkpoint": self.newest_checkpoint}
+        if line and line["attempt"] == self._attempt:
+            return int(line["step"]) + 1
+        if self.checkpoint is not None:
+            return self.checkpoint
+        return 0 if any(event.at_step is not None for event in self.view.attempt(self._attempt)) else None
 
-    def conclude(self, state: str, reason: str, *, confirmed: bool = True, step: int | None = None) -> bool:
+    def conclude(self, end: type[RunEnd], reason: str, *, confirmed: bool = True, step: int | None = None) -> bool:
         """Writes the outcome, outcome.json: the run is over. Its step is None if the script recorded none.
 
         It is written by
@@ -128,14 +134,17 @@ class History:
         step = highest([step, *(event.at_step for event in self.view)])
         # No rank reports the last step in its output, and one on a node that does not respond reports none at all.
         prints_steps = any(event.log is not None for event in self.view.attempt(self._attempt).all(Training))
-        if state == "completed" or prints_steps:
-            step = highest([step, self.saved()["step"]])
-        values = self._presentable({"step": step, "attempts": self.view.attempts_made, "reason": reason})
+        if end is Completed or prints_steps:
+            step = highest([step, self.reached()])
+        event = end(step=step, attempts=self.view.attempts_made, reason=reason)
+        if isinstance(event, Completed) and not confirmed:
+            event = replace(event, confirmed=False)
+        event = self.add(event)
+        outcome = {"state": end.name, "step": step, "attempts": event.attempts, "reason": event.reason}
         if not confirmed:
-            values["confirmed"] = False
-        self.add(state, **values)
+            outcome["confirmed"] = False
         try:
-            write_json(self._run.outcome_file, {"state": state, **values})
+            write_json(self._run.outcome_file, outcome)
         except OSError as error:
             say(f"could not write {self._run.outcome_file} ({error.strerror}). Without it, the run may start again")
             return False

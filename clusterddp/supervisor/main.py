@@ -26,6 +26,7 @@ from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
 from clusterddp.failures.placement import Placement, as_placed, place
+from clusterddp.history.ends import Completed, Failed, RunEnd
 from clusterddp.history.words import at_step
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
@@ -203,9 +204,9 @@ def supervise_one(
     if again := outcome is not None:
         remove(run.outcome_file)  # the user who restarts the run has seen it
     if is_done:
-        return conclude(run, job, number, Action.COMPLETE, f"done: {found}")
+        return conclude(run, job, number, Completed, f"done: {found}")
     if reason is not None and not again:
-        return conclude(run, job, number, Action.FAIL, reason)
+        return conclude(run, job, number, Failed, reason)
     submission = lease.take(run, number, me)
     if run.cancelled:  # after the check above: `clusterddp cancel` may have found no holder
         say(f"{run} was cancelled and will not run again")
@@ -223,15 +224,15 @@ def supervise_one(
     return code
 
 
-def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: str) -> int:
+def conclude(run: RunDirectory, job: Job, number: int, end: type[RunEnd], reason: str) -> int:
     """Ends the run with an attempt that starts no ranks. Returns the exit code."""
     history, hook = History(run, number), Hook(run, job, number)
     history.listener = hook.notify
     # The supervisor whose ranks finished may have died with its node before it recorded their last steps.
-    line = last_line(run) if action is Action.COMPLETE else {}
-    history.conclude(action.value, reason, step=line["step"] + 1 if line else None)
+    line = last_line(run) if end is Completed else {}
+    history.conclude(end, reason, step=line["step"] + 1 if line else None)
     hook.finish()
-    return 0 if action is Action.COMPLETE else 1
+    return 0 if end is Completed else 1
 
 
 def finished(

@@ -17,18 +17,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Choice, Course, choose
 from clusterddp.history.beginnings import Beginning, OwnResume, Phase
-from clusterddp.history.checkpoints import SavedItself
-from clusterddp.history.ends import Continues, Restarted, Stopped
-from clusterddp.history.failures import NodeLost
+from clusterddp.history.checkpoints import OwnCheckpointRejected, SavedItself
+from clusterddp.history.ends import (
+    Cancelled,
+    Completed,
+    Continues,
+    Failed,
+    Requeued,
+    RequeueRefused,
+    Restarted,
+    ResubmissionRefused,
+    Resubmitted,
+    RunEnd,
+    Stopped,
+)
+from clusterddp.history.failures import Excluded, LaunchFailed, Moved, NodeLost, NotExcluded, RankFailed
 from clusterddp.history.steps import ChildDied, StepsSeen
 from clusterddp.history.stops import Requested
 from clusterddp.history.view import AttemptView, RunView
@@ -66,6 +78,11 @@ RELAUNCH_S = 5.0
 #: For how long nodes are held while the run directory cannot be written, in seconds.
 OUTAGE_S = 600.0
 _NOT_RESUBMITTED = "Could not resubmit the run"
+_RUN_ENDS: Mapping[Action, type[RunEnd]] = {
+    Action.COMPLETE: Completed,
+    Action.FAIL: Failed,
+    Action.CANCEL: Cancelled,
+}
 _WISHES = {
     Stop.REQUEUE: Cause.REQUEUE_REQUESTED,
     Stop.DRAIN: Cause.DRAIN_REQUESTED,
@@ -100,7 +117,7 @@ class Recovery:
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run. Returns this process's exit code, or RESTART."""
-        reached = highest([self._history.saved()["step"], *(end.step for end in self._ends)])
+        reached = highest([self._history.reached(), *(end.step for end in self._ends)])
         self._progress = progress(self._history.view, self._number, reached, time.time(), self._made)
         # A launcher that was ended for a lost node has no exit code of its own.
         exit_code = 0 if self._state.lost_nodes else self._state.exit_code or 0
@@ -188,7 +205,7 @@ class Recovery:
         if verdict.action is Action.AGAIN or (verdict.cause is Cause.PREEMPTED_WITHOUT_GRACE and self._ends_for_good()):
             return self._again(verdict)
         if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
-            then = BY_SLURM if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
+            then = BY_SLURM if verdict.action is Action.LEAVE_TO_SLURM else None
             if verdict.cause is Cause.STOP_REQUESTED:
                 self._controller.hold()
                 then = "held until it is submitted again"
@@ -196,30 +213,30 @@ class Recovery:
         unconfirmed = self._doubt() if verdict.action is Action.COMPLETE else None
         if verdict.unmarked:
             unconfirmed = unconfirmed or f"unconfirmed: {verdict.reason}"
-        self._history.conclude(verdict.action.value, unconfirmed or verdict.reason, confirmed=unconfirmed is None)
+        end = _RUN_ENDS[verdict.action]
+        self._history.conclude(end, unconfirmed or verdict.reason, confirmed=unconfirmed is None)
         return verdict.exit_code
 
     def _tell_failure(self, failure: RankEnd, verdict: Verdict) -> None:
         """Records the first failure and prints it in a box, after an exception with why all ranks restart or not."""
         step = self._step_of(failure, verdict.others)
         if failure.end.of_launcher:
-            lines, refused = failure.traceback.splitlines(), failure.end is End.REFUSED
-            self._history.add("launch_failed", error=failure.error, lines=lines, refused=refused)
+            lines, refused = tuple(failure.traceback.splitlines()), failure.end is End.REFUSED
+            self._history.add(LaunchFailed(error=failure.error, lines=lines, refused=refused))
         elif self._state.hang is None:  # a hang is recorded already
-            values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
-            if step is not None:
-                values["step"] = step
-            if math.isfinite(failure.lost_at):
-                values["since"] = failure.lost_at
-            if failure.of_the_node and self._controller.resubmits:
-                values["suspect"] = self._state.node_of(failure.rank)
-            if failure.fault:
-                values["fault"] = failure.fault
-            if failure.lacks_gpus:
-                values["lacks_gpus"] = True
-            if failure.raised is not None:
-                values["raised"] = failure.raised
-            self._history.add("rank_failed", **values)
+            suspected = failure.of_the_node and self._controller.resubmits
+            failed = RankFailed(
+                rank=failure.rank,
+                host=failure.host,
+                error=failure.words(),
+                step=step,
+                since=failure.lost_at if math.isfinite(failure.lost_at) else None,
+                suspect=self._state.node_of(failure.rank) if suspected else None,
+                fault=failure.fault or None,
+                lacks_gpus=failure.lacks_gpus or None,
+                raised=failure.raised,
+            )
+            self._history.add(failed)
         then = ""
         if verdict.because and (verdict.action is Action.FAIL or self._exceeded(Restarted, verdict) is None):
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}, because {verdict.because}"
@@ -234,7 +251,7 @@ class Recovery:
         the collective in which they waited for it. The metrics, which rank 0 writes, lag some steps behind."""
         if failure.step is not None:
             return failure.step
-        known = (self._attempt_view.first_step, self._history.saved()["step"])
+        known = (self._attempt_view.first_step, self._history.reached())
         return highest([*known, *(end.step for end in others if end.failed)])
 
     def _ends_for_good(self) -> bool:
@@ -263,8 +280,8 @@ class Recovery:
         if choice.course in (Course.SPARE, Course.SHRINK):
             self._choose_nodes(())  # for the run's next job
             moved = choice.placement
-            aside = [node for node in moved.aside if node not in self._state.placement.aside]
-            self._history.add("moved", nodes=list(moved.nodes), aside=aside, why=choice.why)
+            aside = tuple(node for node in moved.aside if node not in self._state.placement.aside)
+            self._history.add(Moved(nodes=moved.nodes, aside=aside, why=choice.why))
             return self._restart_ranks(verdict)
         if verdict.cause is Cause.NODES_BUSY and not lost:
             return self._again(verdict)
@@ -276,7 +293,7 @@ class Recovery:
                 try:
                     return self._hand_over(leaves, self._submit(excluded.nodes))
                 except SlurmError as error:
-                    self._history.add("not_excluded", reason=f"a new job could not be submitted ({error})")
+                    self._history.add(NotExcluded(reason=f"a new job could not be submitted ({error})"))
         if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
             return self._stop(verdict)
         return self._restart_ranks(verdict)
@@ -284,8 +301,8 @@ class Recovery:
     def _restart_ranks(self, verdict: Verdict) -> int:
         self._reject_checkpoint(verdict)
         hang = self._state.hang
-        unended = {"unended": list(self._unended)} if self._unended else {}
-        self._add_end("restarted", verdict, f"rank {hang.late[0]} ({hang.host}) hung" if hang else None, **unended)
+        reason = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
+        self._add_end(partial(Restarted, unended=self._unended), verdict, reason)
         # An outage of the disk may have broken the rank, and the next attempt begins by writing to that disk.
         _until_answered(self._history.write_pending, OUTAGE_S)
         if verdict.first_failure is not None and verdict.first_failure.end.of_launcher:
@@ -298,12 +315,12 @@ class Recovery:
         Files that belong to it may be missing. A script that looks for its checkpoint itself would not follow.
         """
         given, failure = self._attempt_view.first(OwnResume), verdict.first_failure
-        if given is None or not given.arguments:
+        if given is None or given.file is None or given.written is None or not given.arguments:
             return
         if failure is None or failure.end not in (End.EXCEPTION, End.EXIT) or failure.may_pass:
             return
         if not failure.out_of_memory and not self._attempt_view.has(*STEPPED, SavedItself):
-            self._history.add("own_checkpoint_rejected", file=given.file, written=given.written)
+            self._history.add(OwnCheckpointRejected(file=given.file, written=given.written))
 
     def _choose_course(self, lost: Sequence[str]) -> Choice:
         """Where the ranks restart."""
@@ -338,7 +355,7 @@ class Recovery:
         known = [event.node for event in self._attempt_view.all(NodeLost)]
         for node in nodes:
             if node not in known:
-                self._history.add("node_lost", node=node, suspect=node)
+                self._history.add(NodeLost(node=node, suspect=node))
 
     def _choose_nodes(self, lost: Sequence[str]) -> exclusion.Choice:
         """Which nodes the next job excludes. Records new ones, and those that cannot be excluded."""
@@ -349,10 +366,10 @@ class Recovery:
             return exclusion.Choice()
         choice = exclusion.choose(history, lost, usable, self._job, now)
         if choice.refused:
-            self._history.add("not_excluded", reason=choice.refused)
+            self._history.add(NotExcluded(reason=choice.refused))
         if choice.new:
-            times = [len(exclusion.failures(history, node, now)) for node in choice.new]
-            self._history.add("excluded", nodes=list(choice.new), failures=times)
+            times = tuple(len(exclusion.failures(history, node, now)) for node in choice.new)
+            self._history.add(Excluded(nodes=choice.new, failures=times))
         return choice
 
     def _excluded(self) -> list[str]:
@@ -371,7 +388,7 @@ class Recovery:
         """Ends the run as failed if it must not have another attempt. Returns whether it did."""
         reason = self._exceeded(kind, verdict)
         if reason is not None:
-            self._history.conclude(Action.FAIL.value, f"{reason}. Last attempt: {verdict.reason}")
+            self._history.conclude(Failed, f"{reason}. Last attempt: {verdict.reason}")
         return reason is not None
 
     def _exceeded(self, kind: type[Restarted | Stopped], verdict: Verdict) -> str | None:
@@ -398,17 +415,17 @@ class Recovery:
             try:
                 return self._requeued(verdict)
             except SlurmError as error:
-                self._history.add("requeue_refused", error=str(error))
+                self._history.add(RequeueRefused(error=str(error)))
                 return self._resubmit(verdict, self._excluded())
         try:
             return self._hand_over(verdict, self._submit(self._excluded()))
         except SlurmError as error:
             refused = str(error)
-            self._history.add("resubmission_refused", error=refused)
+            self._history.add(ResubmissionRefused(error=refused))
         try:
             return self._requeued(verdict)
         except SlurmError as error:
-            self._history.add("requeue_refused", error=str(error))
+            self._history.add(RequeueRefused(error=str(error)))
             return self._stop(verdict, f"{verdict.reason}. {_NOT_RESUBMITTED}: {refused}", refused=refused)
 
     def _requeued(self, verdict: Verdict) -> int:
@@ -416,7 +433,7 @@ class Recovery:
         requeued = self._requeue(verdict.cause)
         if isinstance(requeued, Verdict):
             return self._act(requeued)
-        self._add_end("requeued", verdict, window_s=requeued)
+        self._add_end(partial(Requeued, window_s=requeued), verdict)
         return self._controller.again_code
 
     def _can_requeue(self, cause: Cause) -> bool:
@@ -522,7 +539,7 @@ class Recovery:
         """
         if new is None or self._is_cancelled():
             if not _until_answered(partial(self._run.superseded, self._number)):
-                self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
+                self._history.conclude(Cancelled, "cancelled while it was being resubmitted")
             if new is None:
                 return 1
             try:
@@ -530,24 +547,29 @@ class Recovery:
             except SlurmError as error:
                 say(f"could not cancel job {new}, which will exit as soon as it starts: {error}")
             return 1
-        self._add_end("resubmitted", verdict, job=new)
+        self._add_end(partial(Resubmitted, job=new), verdict)
         return self._controller.again_code
 
-    def _stop(self, verdict: Verdict, reason: str | None = None, **values: Any) -> int:
+    def _stop(
+        self, verdict: Verdict, reason: str | None = None, *, then: str | None = None, refused: str | None = None
+    ) -> int:
         """Ends the attempt so that the run can be continued. Returns the exit code."""
-        self._add_end("stopped", verdict, reason, **values)
+        self._add_end(partial(Stopped, then=then, refused=refused), verdict, reason)
         return self._controller.leave_code
 
-    def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
-        ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
+    def _add_end(self, end: Callable[..., Continues], verdict: Verdict, reason: str | None = None) -> None:
+        """Adds the attempt's end. ``end`` makes the event from the fields that all ends have."""
         newest = self._attempt_view.last(SavedItself) or self._attempt_view.first(OwnResume)
-        if newest is not None and newest.file is not None:
-            ended["file"] = newest.file
-        if self._attempt_view.has(StepsSeen):
-            ended["made"] = max(1, self._made or 0)
-        if verdict.unmarked:
-            ended["unmarked"] = True
-        self._history.add(event, **ended, **values)
+        ended = end(
+            reason=reason or verdict.reason,
+            cause=verdict.cause.value,
+            step=self._history.reached(),
+            checkpoint=self._history.checkpoint,
+            file=None if newest is None else newest.file,
+            made=max(1, self._made or 0) if self._attempt_view.has(StepsSeen) else None,
+            unmarked=verdict.unmarked or None,
+        )
+        self._history.add(ended)
 
 
 def hung_node(state: State) -> str | None:

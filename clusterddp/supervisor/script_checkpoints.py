@@ -18,12 +18,13 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from clusterddp import protocol
-from clusterddp.history.beginnings import Started
-from clusterddp.history.checkpoints import OwnCheckpointRejected, Saved
+from clusterddp.history import checkpoints
+from clusterddp.history.beginnings import OwnResume, Started
+from clusterddp.history.checkpoints import NoMatch, OwnCheckpointRejected, Saved
 from clusterddp.history.ends import AttemptEnd
+from clusterddp.history.event import Event
 from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.program import OF_RANK, checkpoint_values, fill, fill_pattern, placeholders_in, shown_path
@@ -110,24 +111,27 @@ class ScriptCheckpoints:
         #: With these, by path and time, the script failed before its first step.
         self._rejected = {(event.file, event.written) for event in self._earlier.all(OwnCheckpointRejected)}
 
-    def begin(self) -> dict[str, Any] | None:
-        """Looks for the one that the attempt continues from. Returns the values of the event ``own_resume``, if any."""
+    def begin(self) -> OwnResume | None:
+        """Looks for the one that the attempt continues from. Returns that as an event, if any."""
         found = self._look()
         self._matches = found.matches
         if self._job.resume is None or not (self._number or found.passed_over):
             return None
         resume = without_secrets(self._job)[0].resume or Resume()
         words = [*(resume.replace or ()), *resume.args]
-        passed_over = [f"{self.named(path)}: {why}" for path, why in found.passed_over]
-        values: dict[str, Any] = {"passed_over": passed_over} if passed_over else {}
-        if found.newest is None:
+        passed_over = tuple(f"{self.named(path)}: {why}" for path, why in found.passed_over)
+        if (newest := found.newest) is None:
             adds = bool(words) or resume.replace is not None
-            return {**values, "patterns": self._patterns(), "from_start": adds}
-        before_s = max(0.0, self._stopped() - found.newest.written)
-        words = [fill(word, checkpoint_values(found.newest.path)) for word in words]
-        return {**values, **self._described(found.newest), "before_s": before_s, "arguments": words}
+            return OwnResume(patterns=self._patterns(), from_start=adds, passed_over=passed_over)
+        return OwnResume(
+            file=self.named(newest.path),
+            written=newest.written,
+            before_s=max(0.0, self._stopped() - newest.written),
+            arguments=tuple(fill(word, checkpoint_values(newest.path)) for word in words),
+            passed_over=passed_over,
+        )
 
-    def watch(self, ended: threading.Event, report: Callable[..., None]) -> None:
+    def watch(self, ended: threading.Event, report: Callable[[Event], None]) -> None:
         """Reports new ones while the ranks run, and once more when they have ``ended``. Also reports, once, that the
         script saves, but no file matches.
 
@@ -142,11 +146,11 @@ class ScriptCheckpoints:
             found = look.newest
             pause_s = max(SEARCH_INTERVAL_S, RARELY * (time.monotonic() - began))
             if found is not None and found != known and (found.content is None or found.content != loaded):
-                report("own_checkpoint", **self._described(found))
+                report(checkpoints.OwnCheckpoint(file=self.named(found.path), written=found.written))
             written = self.written if last else written  # it may be about to write the others
             if look.newest is None and not look.passed_over and written is not None and not warned:
                 warned = True
-                report("no_match", file=self.named(written), patterns=self._patterns())
+                report(NoMatch(file=self.named(written), patterns=self._patterns()))
 
     def variables(self) -> dict[str, str]:
         """The job's variables. Each rank fills in the placeholders whose values depend on the rank."""
@@ -214,15 +218,12 @@ class ScriptCheckpoints:
             return self._began
         return max(event.time for event in last.all(AttemptEnd) or last)
 
-    def _described(self, found: ScriptCheckpoint) -> dict[str, Any]:
-        return {"file": self.named(found.path), "written": found.written}
-
     def named(self, path: str) -> str:
         """A path as in the history."""
         return shown_path(path, self._run)
 
-    def _patterns(self) -> list[str]:
-        return [shown_path(pattern, self._run) for pattern in (self._job.resume or Resume()).checkpoint]
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(shown_path(pattern, self._run) for pattern in (self._job.resume or Resume()).checkpoint)
 
 
 def find(

@@ -16,6 +16,8 @@ from clusterddp.failures.exclusion import may_exclude
 from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped
 from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
+from clusterddp.history.steps import NoRank
+from clusterddp.history.stops import Requested
 from clusterddp.hostlist import ranks_in
 from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import Saving, Stacks
@@ -171,7 +173,7 @@ def _on_saving(state: State, waiting: Pending, answer: Saving) -> Step:
     if answer.committed == answer.step:
         return _finish(state, waiting.request, {"checkpoint": answer.step})
     first = not any(other.saving for other in _saves(state))
-    record: list[Action] = [Record("requested", {"request": "save"})] if first else []
+    record: list[Action] = [Record(Requested(request="save"))] if first else []
     news = Answer(waiting.request.client, {"news": "rank 0 saves at the next step boundary"}, last=False)
     return _keep(state, replace(waiting, until=math.inf)), [*record, news]
 
@@ -224,9 +226,8 @@ def _drain(state: State, request: Request, node: str, now: float) -> Step:
 def _end(state: State, request: Request, wanted: Stop, now: float, nodes: Sequence[str] = ()) -> Step:
     """``decide.py`` then asks the ranks to stop, unless they are already stopping for a different reason."""
     again = state.wanted is wanted and (not nodes or wanted is Stop.DRAIN)
-    named = {"nodes": list(nodes)} if nodes else {}
     kind = name_of(type(request.what))
-    record: list[Action] = [] if again else [Record("requested", {"request": kind, **named})]
+    record: list[Action] = [] if again else [Record(Requested(request=kind, nodes=tuple(nodes)))]
     news = Answer(request.client, {"news": "all ranks stop after their current step"}, last=False)
     state = _keep(replace(state, wanted=wanted), Pending(request, until=now + ANSWER_S))
     return state, [*record, news, *_timer(state, now)]
@@ -236,7 +237,7 @@ def _child(state: State) -> Step:
     """A process that a rank has started reports itself, without waiting for an answer. Only the first is recorded."""
     if "child" in state.reported:
         return state, []
-    return replace(state, reported={**state.reported, "child": 1}), [Record("no_rank", {})]
+    return replace(state, reported={**state.reported, "child": 1}), [Record(NoRank())]
 
 
 def _stop_late(state: State, waiting: Pending) -> Step:

@@ -13,6 +13,7 @@ import torch
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.errors import ClusterddpError
+from clusterddp.history.beginnings import Resumed
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.claims import waiting_claim
 from clusterddp.rundir.run_directory import RunDirectory
@@ -133,9 +134,8 @@ def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised)
         if found is not None:
             _check_content(found[0], step)
         saver.record_resume(parent)
-        History(run, number).add(
-            "resumed", step=step, parent={"attempt": parent[0], "step": parent[1]} if parent else {}
-        )
+        of = {"attempt": parent[0], "step": parent[1]} if parent else {}
+        History(run, number).add(Resumed(step=step, parent=of))
         _check_metrics(run, step)
         following = step + STEPS_PER_SAVE
         for at in range(step, following):

@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 
+from clusterddp.history.beginnings import Resumed, Started
+from clusterddp.history.ends import Completed, Failed
+from clusterddp.history.event import Event
 from clusterddp.jobdef.job import Checkpointing, Keep
 from clusterddp.rundir.files import remove, write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
@@ -32,6 +35,7 @@ from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
 from clusterddp.training.logged_values import Logged
 from clusterddp.training.saving import Saver
+from tests.histories import event_of
 
 STEPS_PER_SAVE = 4
 #: Per attempt: how many saves, and how many checkpoints it keeps. Attempt 0 makes a first, a second and a pruning save;
@@ -119,11 +123,11 @@ class Story:
         lease.take(self._run, number, me)
         self.promise(pending=None, holder=me)
         history = History(self._run, number)
-        self._event(history, "started", job=me["job"], nodes="n1", ranks=1, code={}, changed=[])
+        self._event(history, Started(job=me["job"], nodes="n1", ranks=1, code={}, changed=()))
         self._train(number, history)
-        state = "failed" if number < max(ATTEMPTS) else "completed"
-        written = history.conclude(state, "the story says so")
-        self.promise(events=len(self._run.events()), **({"outcome": state} if written else {}))
+        end = Failed if number < max(ATTEMPTS) else Completed
+        written = history.conclude(end, "the story says so")
+        self.promise(events=len(self._run.events()), **({"outcome": end.name} if written else {}))
 
     def _train(self, number: int, history: History) -> None:
         saves, keep = ATTEMPTS[number]
@@ -139,7 +143,7 @@ class Story:
                 if self._once:
                     self._once = False
                     self._stop("let go")
-            self._event(history, event, **values)
+            self._event(history, event_of({"event": event, **values}))
 
         saver = self._saver = saver_of(self._run, number, report, keep)
         found = saver.restore()
@@ -148,7 +152,7 @@ class Story:
         self.promise(resumed=number)
         first = parent[1] if parent else 0
         of = {"attempt": parent[0], "step": parent[1]} if parent else {}
-        self._event(history, "resumed", step=first, parent=of)
+        self._event(history, Resumed(step=first, parent=of))
         saver.prepare(lambda: content(first))
         for step in range(first, first + saves * STEPS_PER_SAVE):
             saver.log(step, Logged(values(step)))
@@ -159,10 +163,10 @@ class Story:
         self._saver = None
         self.promise(trained=number)
 
-    def _event(self, history: History, event: str, **values: Any) -> None:
-        history.add(event, **values)
+    def _event(self, history: History, event: Event) -> None:
+        history.add(event)
         if not history.pending:
-            self.promise(event=event, events=len(self._run.events()))
+            self.promise(event=event.name, events=len(self._run.events()))
 
 
 def serve() -> None:

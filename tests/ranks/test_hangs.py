@@ -17,7 +17,8 @@ import jsonschema
 import pytest
 
 from clusterddp.cli.report import collected
-from clusterddp.failures.hangs import RankStatus, Slow, Watch, find_hang, find_slow
+from clusterddp.failures.hangs import RankStatus, Watch, find_hang, find_slow
+from clusterddp.history.failures import Slow
 from clusterddp.report.page import page
 from clusterddp.report.stragglers import scores
 from clusterddp.rundir.records import read_json
@@ -301,8 +302,8 @@ def test_a_rank_is_slow_by_its_compute_time_against_the_others_median() -> None:
     def slow(*own: float | None, step: float = 1.0) -> list[Slow]:
         return find_slow([sign(rank, 1, own_s=seconds, step_s=step) for rank, seconds in enumerate(own)])
 
-    assert slow(0.3, 0.3, 0.9, 0.4) == [Slow(2, "n2", 0.9, 3.0)]
+    assert slow(0.3, 0.3, 0.9, 0.4) == [Slow(rank=2, host="n2", own_s=0.9, ratio=3.0)]
     assert slow(0.3, 0.3, 0.4, 0.4) == []
     assert slow(0.001, 0.002) == []
     assert slow(0.9) == slow(None, 0.9) == []
-    assert slow(0.0, 0.9) == [Slow(1, "n1", 0.9, 900.0)]
+    assert slow(0.0, 0.9) == [Slow(rank=1, host="n1", own_s=0.9, ratio=900.0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,10 +13,10 @@ from unittest import mock
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
-from clusterddp.history.ends import ResubmissionRefused
+from clusterddp.history.ends import ResubmissionRefused, Resubmitted
 from clusterddp.history.view import Events
 from clusterddp.messages import orders
-from clusterddp.messages.reports import Committing
+from clusterddp.messages.reports import Committing, Saving
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
 from clusterddp.slurm import commands
@@ -200,8 +201,8 @@ def _controller_asked_all_the_time() -> Patches:
 def _saves_are_promised() -> Patches:
     """`save` reports success before the checkpoint is committed."""
 
-    def on_saving(state: Any, waiting: Any) -> Any:
-        return user_requests._finish(state, waiting.request, {"checkpoint": waiting.answers[0].get("step") or 0})
+    def on_saving(state: Any, waiting: Any, answer: Saving) -> Any:
+        return user_requests._finish(state, waiting.request, {"checkpoint": answer.step or 0})
 
     return [(user_requests, "_on_saving", on_saving)]
 
@@ -210,7 +211,7 @@ def _a_new_job_survives_scancel() -> Patches:
     """A job that is scancelled while it resubmits the run does not cancel the new job."""
 
     def hand_over(recovery: Any, verdict: Any, new: str) -> int:
-        recovery._add_end("resubmitted", verdict, job=new)
+        recovery._add_end(partial(Resubmitted, job=new), verdict)
         return int(recovery._controller.again_code)
 
     return [(Recovery, "_hand_over", hand_over)]

@@ -25,8 +25,10 @@ from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus, launch_failure, of_tasks
 from clusterddp.failures.hangs import Hang
-from clusterddp.failures.placement import Placement
+from clusterddp.failures.placement import JobStart, Placement
+from clusterddp.history.beginnings import Allocated
 from clusterddp.history.codec import sentence
+from clusterddp.history.ends import Completed
 from clusterddp.history.stops import Signal
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
@@ -60,7 +62,6 @@ from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.retry_limits import exceeded, gpu_hours_end
-from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, RanksHere, next_answer
@@ -364,8 +365,8 @@ def test_a_record_that_a_shared_disk_hides_when_all_ranks_have_exited_is_waited_
     """The last report of its rank was lost with its node's connection, and the run failed (seed 40476828)."""
 
     class TwoNodes(FakeController):
-        def describe(self) -> dict[str, Any]:
-            return {**super().describe(), "nodes": "n1,n2"}
+        def describe(self) -> JobStart:
+            return JobStart("n1,n2", job="41")
 
     class OneHidden(FakeRanks):
         def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
@@ -401,7 +402,7 @@ def test_an_error_of_the_supervisor_itself_is_no_malformed_report(
             return decided(state, event, now)
         if deciding:
             raise KeyError("ours")
-        return state, [Broadcast(orders.Stop("why")), Record("signal", {"signal": "TERM"})]
+        return state, [Broadcast(orders.Stop("why")), Record(Signal(signal="TERM"))]
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError("ours")
@@ -752,7 +753,7 @@ def cut(
     number = run.create_attempt()
     lease.take(run, number, controller.holder())
     ranks = kind(run, {"end": "died"})
-    controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
+    controller.describe = lambda: JobStart(f"n[1-{nodes}]", job="41")  # type: ignore[method-assign]
     controller.dead = [f"n{number + 1}" for number in range(1, nodes)]
     job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1, nodelist=nodelist)
     ranks.attempt, ranks.nodes = Attempt(run, job, number, ranks, controller), nodes
@@ -863,7 +864,7 @@ def rebooted(
     number = run.create_attempt()
     lease.take(run, number, controller.holder())
     nodes = "n[1-3]" if "spare_nodes" in changes else "n[1-2]"
-    controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": nodes}  # type: ignore[method-assign]
+    controller.describe = lambda: JobStart(nodes, job="41")  # type: ignore[method-assign]
     controller.nodes = ["n1", "n2", "n3"]
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1, **changes)
     placement = Placement(("n1", "n2", "n3"), ("n1", "n2")) if "spare_nodes" in changes else None
@@ -965,8 +966,8 @@ def test_ranks_leave_a_node_that_slurm_took_out_of_the_job_before_they_had_start
     nodes, asked = {"n1", "n2", "n3"}, threading.Event()
 
     class Losing(FakeController):
-        def describe(self) -> dict[str, Any]:
-            return {"job": "41", "restarts": 0, "nodes": "n[1-3]"}
+        def describe(self) -> JobStart:
+            return JobStart("n[1-3]", job="41")
 
         def notice(self) -> Notice:
             asked.set()
@@ -1852,7 +1853,7 @@ def test_a_job_got_its_nodes_when_its_batch_step_began_as_far_as_slurms_whole_se
 ) -> None:
     """A prolog may take long; and the clocks of a node and the controller may differ."""
     job = JobInfo("41", "RUNNING", "None", "n1", 0, None, None, submit_time=93.0, eligible_time=100.0, start_time=107.0)
-    assert allocated(job, batch_step) == {"submitted": 93.0, "eligible": 100.0, "begun": begun}
+    assert allocated(job, batch_step) == Allocated(submitted=93.0, eligible=100.0, begun=begun)
     assert allocated(dataclasses.replace(job, start_time=None), batch_step) is None
 
 
@@ -1885,5 +1886,5 @@ def test_a_run_that_is_done_is_concluded_with_its_last_step(run: RunDirectory) -
     """The supervisor whose ranks finished may have died with its node before it recorded their last checkpoint."""
     happened(run, {"event": "checkpoint", "attempt": 0, "time": 1.0, "step": 3})
     append_line(run.metrics_file, {"step": 9, "attempt": 0, "loss": 1.0})
-    assert main.conclude(run, JOB, 1, Action.COMPLETE, "done exists") == 0
+    assert main.conclude(run, JOB, 1, Completed, "done exists") == 0
     assert (run.outcome() or {})["step"] == 10

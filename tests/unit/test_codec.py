@@ -117,7 +117,7 @@ def test_unknown_fields_and_events_are_kept() -> None:
         ("changed", "a.py"),
         ("changed", [1]),
         ("code", []),
-        ("restarts", None),
+        ("restarts", "1"),
     ],
 )
 def test_an_event_with_a_value_of_another_type_is_not_read_as_one(field: str, value: object) -> None:

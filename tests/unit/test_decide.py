@@ -9,8 +9,20 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.hangs import Hang, Slow, Watch
-from clusterddp.history.codec import sentence
+from clusterddp.failures.hangs import Hang, Watch
+from clusterddp.history import stops
+from clusterddp.history.beginnings import Allocated
+from clusterddp.history.codec import encode, sentence
+from clusterddp.history.failures import (
+    ControllerAway,
+    ControllerBack,
+    Hung,
+    NodeLost,
+    NotConnected,
+    Slow,
+    SlowNode,
+    Suspended,
+)
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
 from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import End
@@ -54,7 +66,6 @@ from clusterddp.supervisor.decide import (
     step,
 )
 from clusterddp.worker.control_channel import SILENCE_S
-from tests.histories import event_of
 from tests.reports import beat_of, reported
 
 JOB = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu", watchdog=Watchdog())
@@ -97,7 +108,7 @@ def actions(state: State, event: Event, now: float = NOW) -> list[Action]:
 
 def recorded(state: State, event: Event) -> list[str]:
     """The events that are added to the history."""
-    return [action.event for action in actions(state, event) if isinstance(action, Record)]
+    return [action.event.name for action in actions(state, event) if isinstance(action, Record)]
 
 
 # ---- a rank fails
@@ -199,7 +210,7 @@ def test_ranks_that_outlive_a_kill_are_abandoned_and_their_nodes_are_lost() -> N
     state, todo = step(after(FAILED), Timer.KILL, NOW)
     assert todo == [Do.KILL_RANKS, StartTimer(Timer.UNKILLABLE, UNKILLABLE_S)]
     state, todo = step(state, Timer.UNKILLABLE, NOW)
-    assert todo == [Record("node_lost", {"node": "n1", "suspect": "n1", "unkillable": [0]}), Do.ABANDON_RANKS]
+    assert todo == [Record(NodeLost(node="n1", suspect="n1", unkillable=(0,))), Do.ABANDON_RANKS]
     assert state.lost_nodes == ("n1",)
     assert actions(after(FAILED, ConnectionLost(0)), Timer.UNKILLABLE) == [Do.ABANDON_RANKS]
 
@@ -247,7 +258,7 @@ def test_that_ranks_were_stopped_is_recorded_once() -> None:
     """All ranks of a suspended job report it, with heartbeats that come one after the other."""
     beat = {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 600.0, "stood_s": 40.0}
     state, todo = step(after(), reported(1, "alive", beat), NOW)
-    assert todo[0] == Record("suspended", {"rank": 1, "host": "n2", "seconds": 40.0})
+    assert todo[0] == Record(Suspended(rank=1, host="n2", seconds=40.0))
     state, todo = step(state, reported(0, "alive", beat), NOW + 2)
     assert [type(action) for action in todo] == [Heartbeat]
     assert recorded(state, reported(0, "alive", beat)) == []
@@ -280,7 +291,7 @@ def test_a_silent_node_is_lost_when_the_controller_answers_and_its_slurmd_does_n
         asked, todo = step(state, answer, NOW)
         assert Do.ASK_NODES in todo
         lost, todo = step(asked, DEAD, NOW)
-        node = Record("node_lost", {"node": "n2", "suspect": "n2"})
+        node = Record(NodeLost(node="n2", suspect="n2"))
         leave = [Broadcast(orders.Leave("node n2 was lost")), StartTimer(Timer.ABANDON, 5.0)]
         assert [action for action in todo if action in [node, *leave]] == [node, *leave]
         assert actions(lost, Timer.ABANDON) == [Do.ABANDON_RANKS]
@@ -309,7 +320,7 @@ def test_only_those_of_several_silent_nodes_are_lost_whose_slurmds_do_not_answer
     state = after(joined, ConnectionLost(2, silent=True), ConnectionLost(1, silent=True), FINE, state=state)
     assert actions(state, SilentNodes(("n3",), ())) == [Do.ASK_NODES]
     state, todo = step(state, SilentNodes(("n2", "n3"), ("n3",)), NOW)
-    assert Record("node_lost", {"node": "n3", "suspect": "n3"}) in todo
+    assert Record(NodeLost(node="n3", suspect="n3")) in todo
     assert (state.lost_nodes, sorted(state.unreachable)) == (("n3",), [1])
 
 
@@ -322,7 +333,7 @@ def test_a_node_that_slurm_takes_out_of_the_job_before_its_rank_has_joined_is_lo
     assert todo[0] is Do.ASK_NODES
     state, todo = step(state, ALIVE, NOW)
     assert todo[:2] == [
-        Record("node_lost", {"node": "n2", "suspect": "n2"}),
+        Record(NodeLost(node="n2", suspect="n2")),
         Broadcast(orders.Leave("node n2 was lost")),
     ]
     assert recorded(state, Notice(None, nodes=frozenset(("n1", "n3")))) == []
@@ -355,10 +366,10 @@ def test_ranks_that_stay_on_nodes_of_a_job_that_goes_on_are_killed_first() -> No
 
 def test_a_slow_node_is_named_with_its_facts_and_left_alone() -> None:
     """Whether to drain it is for the user to decide."""
-    values = {"host": "n2", "ratio": 1.3, "seconds": 600.0, "facts": ["The load is 9 on 8 CPUs"]}
-    state, todo = step(State(JOB, ("n1", "n2")), reported(1, "slow_node", values), NOW)
-    assert todo == [Record("slow_node", {"rank": 1, **values})]
-    assert sentence(event_of({"event": "slow_node", "attempt": 0, "rank": 1, **values})) == (
+    slow = SlowNode(rank=1, host="n2", ratio=1.3, seconds=600.0, facts=("The load is 9 on 8 CPUs",))
+    state, todo = step(State(JOB, ("n1", "n2")), RankEvent(1, slow), NOW)
+    assert todo == [Record(slow)]
+    assert sentence(slow) == (
         "attempt 0: rank 1 (n2) has been slow for 10 min. It computes 1.3 times as long as the others. "
         "The load is 9 on 8 CPUs"
     )
@@ -371,11 +382,11 @@ def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -
     state, todo = step(silent, AWAY, NOW)
     words = "neither n2 nor Slurm's controller responds. Waiting for one of them. Check this node's network"
     again = StartTimer(Timer.ASK, ASK_AGAIN_S[0])
-    assert todo == [Record("controller_away", {"error": AWAY.error}), Say(words), again]
+    assert todo == [Record(ControllerAway(error=AWAY.error)), Say(words), again]
     assert actions(state, Timer.ASK) == [Do.ASK_AGAIN]
     assert actions(state, AWAY) == [StartTimer(Timer.ASK, 2 * ASK_AGAIN_S[0])]
     back, todo = step(state, FINE, NOW)
-    assert todo[:2] == [Record("controller_back", {}), Do.ASK_NODES]
+    assert todo[:2] == [Record(ControllerBack()), Do.ASK_NODES]
     assert recorded(back, DEAD) == ["node_lost"]
 
 
@@ -434,7 +445,7 @@ def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_togethe
 def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(saving: Event, saved: Sequence[Event]) -> None:
     """The others are told to exit once it has exited, or, with all steps done, once it has saved."""
     state, todo = step(after(saving, ConnectionLost(1, silent=True), FINE), DEAD, NOW)
-    assert todo == [Record("node_lost", {"node": "n2", "suspect": "n2"})]
+    assert todo == [Record(NodeLost(node="n2", suspect="n2"))]
     for event in saved[:-1]:
         state, todo = step(state, event, NOW)
         assert todo == []
@@ -460,7 +471,7 @@ def test_a_preemption_that_reached_no_rank_is_forwarded_until_one_confirms() -> 
     assert todo == [StartTimer(Timer.STOP_CHECK, SETTLE_S)]
     assert actions(state, PREEMPTED) == []
     state, todo = step(state, Timer.STOP_CHECK, NOW)
-    assert todo == [stop, Record("notice", {"why": "the job is being preempted"}), AGAIN]
+    assert todo == [stop, Record(stops.Notice(why="the job is being preempted")), AGAIN]
     state, todo = step(state, Timer.STOP_CHECK, NOW)
     assert todo == [stop, Do.NOTIFY_RANKS, AGAIN]
     assert actions(after(TOLD, state=state), Timer.STOP_CHECK) == [AGAIN]
@@ -478,7 +489,7 @@ def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
     if waits:  # its TERM may be on its way
         state, todo = step(state, Timer.STOP_CHECK, NOW)
     assert Broadcast(orders.Stop(word)) in todo and Do.NOTIFY_RANKS not in todo
-    assert [action.event for action in todo if isinstance(action, Record)] == ["notice"]
+    assert [action.event.name for action in todo if isinstance(action, Record)] == ["notice"]
     heard = reported(0, "notified", {"reason": word})
     assert actions(after(heard, state=state), Timer.STOP_CHECK) == [AGAIN]
     assert actions(after(TOLD, notice, state=held), Timer.STOP_CHECK) == [AGAIN]
@@ -512,7 +523,7 @@ def test_the_ranks_are_told_in_time_for_the_time_limit(end_time: float | None, w
     """Also when an administrator has lowered it meanwhile."""
     state = after(Notice(NOW + 9000))
     todo = actions(state, Notice(end_time))
-    assert todo == [*([Broadcast(orders.Stop("time limit")), Record("notice", {"why": why})] if why else []), AGAIN]
+    assert todo == [*([Broadcast(orders.Stop("time limit")), Record(stops.Notice(why=why))] if why else []), AGAIN]
 
 
 def test_the_time_limit_is_watched_while_the_controller_does_not_answer() -> None:
@@ -600,7 +611,7 @@ def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
     state, todo = step(after(), HANG, NOW)
     values = dataclasses.asdict(HANG)
     assert values.pop("of_device") is values.pop("silent") is False
-    record = Record("hung", {"rank": 1, **values})
+    record = Record(Hung(rank=1, **values))
     ends = [Broadcast(orders.RecordFlight(HANG.what)), Broadcast(orders.Leave(HANG.what))]
     assert todo == [record, *ends, KILL]
     assert Do.KILL_RANKS in actions(state, Timer.KILL)
@@ -631,14 +642,13 @@ def test_ranks_that_do_not_connect_are_named_after_a_minute_and_end_the_attempt_
     state, found = looks(state, 1000.0)
     assert found == []
     state, found = looks(after(connecting(1), reported(0, "connected"), state=state), 295.0)
-    assert [(action.event, action.values["late"]) for action in found if isinstance(action, Record)] == [
-        ("not_connected", [1])
-    ]
+    (named,) = (action.event for action in found if isinstance(action, Record))
+    assert isinstance(named, NotConnected) and named.late == (1,)
     state, (stacks, record, _, leave, kill) = looks(state, CONNECT_CHECK_S)
-    assert isinstance(record, Record) and (record.event, record.values["late"]) == ("hung", (1,))
+    assert isinstance(record, Record) and isinstance(record.event, Hung) and record.event.late == (1,)
     assert (stacks, kill) == (Broadcast(orders.WriteStacks(300)), KILL)
     assert isinstance(leave, Broadcast) and isinstance(leave.order, orders.Leave)
-    assert state.hang is not None and state.hang.late == (1,) and "suspect" not in record.values
+    assert state.hang is not None and state.hang.late == (1,) and record.event.suspect is None
     assert looks(state, 1000.0)[1] == []
 
 
@@ -671,15 +681,13 @@ def test_ranks_that_wait_for_one_that_has_exited_without_init_have_the_same_limi
     assert state.hang is not None and state.hang.late == (0,)
 
 
-@pytest.mark.parametrize(
-    ("late", "suspect"), [((1,), {"suspect": "n2"}), ((2, 3), {"suspect": "n2"}), ((0, 1), {}), ((0, 1, 2, 3), {})]
-)
-def test_the_node_of_a_device_that_hangs_is_suspect(late: tuple[int, ...], suspect: dict[str, str]) -> None:
+@pytest.mark.parametrize(("late", "suspect"), [((1,), "n2"), ((2, 3), "n2"), ((0, 1), None), ((0, 1, 2, 3), None)])
+def test_the_node_of_a_device_that_hangs_is_suspect(late: tuple[int, ...], suspect: str | None) -> None:
     """Unless there are several such nodes: then it is rather the network, or the script."""
     state = dataclasses.replace(after(), hosts=PerRank({0: "n1", 1: "n2", 2: "n2", 3: "n2"}))
     found = dataclasses.replace(HANG, late=late, of_device=True)
     record = next(action for action in step(state, found, NOW)[1] if isinstance(action, Record))
-    assert {key: value for key, value in record.values.items() if key == "suspect"} == suspect
+    assert isinstance(record.event, Hung) and record.event.suspect == suspect
 
 
 def test_a_lost_rank_is_no_hang() -> None:
@@ -707,7 +715,7 @@ def test_ranks_that_outlive_others_are_watched() -> None:
 
 def test_a_slow_rank_is_recorded() -> None:
     """It is not ended."""
-    assert recorded(after(), Slow(1, "n2", 0.5, 2.0)) == ["slow"]
+    assert recorded(after(), Slow(rank=1, host="n2", own_s=0.5, ratio=2.0)) == ["slow"]
 
 
 def test_a_slow_rank_that_keeps_up_again_is_recorded_once() -> None:
@@ -725,7 +733,7 @@ def test_a_slow_rank_that_keeps_up_again_is_recorded_once() -> None:
 
 def test_when_the_job_was_allocated_is_recorded_once() -> None:
     """The controller says it with each answer."""
-    notice = Notice(NOW + 9000, allocated={"submitted": 1.0, "eligible": 2.0, "begun": 3.0})
+    notice = Notice(NOW + 9000, allocated=Allocated(submitted=1.0, eligible=2.0, begun=3.0))
     assert recorded(after(), notice) == ["allocated"]
     assert recorded(after(notice), notice) == []
     assert recorded(after(), Notice(NOW + 9000)) == []
@@ -746,7 +754,8 @@ def test_when_the_job_was_allocated_is_recorded_once() -> None:
 def test_what_a_rank_reports_is_recorded_with_its_rank(event: RankEvent, values: dict[str, Any]) -> None:
     """And how many steps are repeated after a resume. The fields keep their order."""
     (record,) = actions(State(JOB, steps_before=10), event)
-    assert isinstance(record, Record) and [*record.values.items()] == [*values.items()]
+    assert isinstance(record, Record)
+    assert [*encode(record.event).items()][3:] == [*values.items()]
 
 
 def test_a_heartbeat_goes_to_the_watchdog_alone() -> None:

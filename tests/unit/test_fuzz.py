@@ -30,6 +30,7 @@ from clusterddp.checkpoint.store import Checkpoint, Checkpoints, visible
 from clusterddp.cli import status
 from clusterddp.cli.main import main
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError
+from clusterddp.history.ends import Failed
 from clusterddp.jobdef import load, yaml12
 from clusterddp.jobdef.job import KEYS as JOB_KEYS
 from clusterddp.jobdef.job import Job, Keep
@@ -406,7 +407,7 @@ def run_files(draw: st.DrawFn) -> dict[str, str]:
 
 def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
     """All that reads a run's files."""
-    history: Callable[[], Any] = lambda: History(run, 1).conclude("failed", "x")  # noqa: E731
+    history: Callable[[], Any] = lambda: History(run, 1).conclude(Failed, "x")  # noqa: E731
     return [
         lambda: status.show(run),
         run.metrics,

@@ -18,7 +18,8 @@ import pytest
 from clusterddp.cli import list as table
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exclusion
-from clusterddp.failures.hangs import EXPLAINED_S, Hang, Slow, StillSlow, Watch
+from clusterddp.failures.hangs import EXPLAINED_S, Hang, StillSlow, Watch
+from clusterddp.history.failures import GpuFault, Hung, Slow
 from clusterddp.messages import orders
 from clusterddp.messages.reports import End
 from clusterddp.report import efficiency as report_gpus
@@ -253,14 +254,14 @@ def test_list_shows_how_busy_gpus_are_while_the_run_trains_and_leaves_that_out_f
 # --- the cause of a failure
 
 
-FAULT_FIELDS = {"host": "n2", "gpu": 5, "xid": 79, "what": gpus.HARDWARE[79], "hardware": True}
+FAULT_FIELDS: dict[str, Any] = {"host": "n2", "gpu": 5, "xid": 79, "what": gpus.HARDWARE[79], "hardware": True}
 FAULT = reported(1, "gpu_fault", FAULT_FIELDS)
 WORDS = "Xid 79 on n2 GPU 5: the GPU has fallen off the bus"
 
 
 def test_a_fault_of_a_gpu_is_recorded_and_explains_a_failure_soon_after(tmp_path: Path) -> None:
     state, actions = step(after(), FAULT, NOW)
-    assert actions == [Record("gpu_fault", {"rank": 1, **FAULT_FIELDS})]
+    assert actions == [Record(GpuFault(rank=1, **FAULT_FIELDS))]
     assert state.gpu_fault_of(1, NOW + 5) == state.gpu_fault_of(1, NOW + FAULT_S) == WORDS
     assert state.gpu_fault_of(1, NOW + FAULT_S + 1) == state.gpu_fault_of(0, NOW) == ""
     of_a_kernel = reported(1, "gpu_fault", {**FAULT_FIELDS, "xid": 31, "hardware": False})
@@ -285,7 +286,8 @@ def test_a_hang_of_a_gpu_with_a_fault_names_it_and_its_node(tmp_path: Path) -> N
     state, _ = step(after(), FAULT, NOW)
     found = Hang(**{**dataclasses.asdict(HANG), "late": (0, 1)})
     record = next(action for action in step(state, found, NOW + 60)[1] if isinstance(action, Record))
-    assert record.values["what"] == f"{HANG.what}. {WORDS}" and record.values["suspect"] == "n2"
+    assert isinstance(record.event, Hung)
+    assert record.event.what == f"{HANG.what}. {WORDS}" and record.event.suspect == "n2"
 
 
 def test_figures_are_for_the_file_of_step_times_and_not_for_the_history() -> None:

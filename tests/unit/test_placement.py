@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.hangs import Hang
-from clusterddp.failures.placement import Course, Placement, choose, place
+from clusterddp.failures.placement import Course, JobStart, Placement, choose, place
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
 from clusterddp.messages.reports import End
@@ -107,8 +107,8 @@ def test_a_run_moves_to_spare_nodes_then_shrinks_and_then_leaves_its_job(
         assert not {*choice.placement.aside} & {*choice.placement.nodes, *choice.placement.spares}
 
 
-START = {"job": "7", "restarts": 0}
-STARTED = {"event": "started", "attempt": 0, "time": 1.0, **START}
+START, AGAIN = JobStart("n[1-4]", job="7"), JobStart("n[1-4]", job="7", restarts=1)
+STARTED = {"event": "started", "attempt": 0, "time": 1.0, "job": "7"}
 MOVED = {"event": "moved", "attempt": 0, "time": 2.0, "aside": ["n2"], "nodes": ["n1", "n3", "n4"], "why": ""}
 FAILED = [
     {"event": "rank_failed", "attempt": attempt, "time": 3.0, "suspect": "n1", "host": "n1", "error": ""}
@@ -123,9 +123,9 @@ def test_an_attempt_starts_where_the_one_before_has_moved_to() -> None:
     assert place(SPARE, allocated, view([STARTED]), START, 4.0) == at("n1 n2 n3", "n1 n2 n3 n4")
     moved = place(SPARE, allocated, view([STARTED, MOVED]), START, 4.0)
     assert moved == at("n1 n3 n4", "n1 n2 n3 n4", "n2")
-    assert (moved.spares, moved.recorded) == ((), {"aside": ["n2"]})
-    again = place(SPARE, allocated, view([STARTED, MOVED]), {"job": "7", "restarts": 1}, 4.0)
-    assert (again.nodes, again.recorded) == (("n1", "n2", "n3"), {"spares": ["n4"]})
+    assert (moved.spares, moved.aside) == ((), ("n2",))
+    again = place(SPARE, allocated, view([STARTED, MOVED]), AGAIN, 4.0)
+    assert (again.nodes, again.spares, again.aside) == (("n1", "n2", "n3"), ("n4",), ())
     assert place(SPARE, allocated, view([STARTED, *FAILED]), START, 4.0).nodes == ("n2", "n3", "n4")
     assert place(SPARE, allocated[:3], view([STARTED, *FAILED]), START, 4.0).nodes == ("n1", "n2", "n3")
 
@@ -133,11 +133,11 @@ def test_an_attempt_starts_where_the_one_before_has_moved_to() -> None:
 def test_a_drained_node_that_slurm_gives_the_next_job_is_left_and_no_spare() -> None:
     """Unless the job has too few others."""
     drained = {"event": "requested", "attempt": 0, "time": 2.0, "request": "drain", "nodes": ["n2"]}
-    again, moved = {"job": "7", "restarts": 1}, {**MOVED, "attempt": 1, "aside": ["n1"], "nodes": ["n3", "n4"]}
-    assert place(SPARE, ALL[:4], view([STARTED, drained]), again, 4.0) == at("n1 n3 n4", "n1 n2 n3 n4", "n2")
-    assert place(SPARE, ALL[:3], view([STARTED, drained]), again, 4.0) == at("n1 n2 n3", "n1 n2 n3")
-    later = [STARTED, drained, {**STARTED, **again, "attempt": 1}, moved]
-    assert place(replace(RANGE, spare_nodes=1), ALL[:4], view(later), again, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
+    moved = {**MOVED, "attempt": 1, "aside": ["n1"], "nodes": ["n3", "n4"]}
+    assert place(SPARE, ALL[:4], view([STARTED, drained]), AGAIN, 4.0) == at("n1 n3 n4", "n1 n2 n3 n4", "n2")
+    assert place(SPARE, ALL[:3], view([STARTED, drained]), AGAIN, 4.0) == at("n1 n2 n3", "n1 n2 n3")
+    later = [STARTED, drained, {**STARTED, "restarts": 1, "attempt": 1}, moved]
+    assert place(replace(RANGE, spare_nodes=1), ALL[:4], view(later), AGAIN, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
 
 
 def test_a_node_that_was_left_stays_idle_after_the_next_move() -> None:
@@ -161,8 +161,8 @@ def test_a_job_has_lost_its_batch_host_once_slurm_takes_it_out_of_the_job() -> N
 class Job41(FakeController):
     """A job with three nodes."""
 
-    def describe(self) -> dict[str, Any]:
-        return {"job": "41", "restarts": 0, "nodes": "n[1-3]"}
+    def describe(self) -> JobStart:
+        return JobStart("n[1-3]", job="41")
 
 
 class Ranks(FakeRanks):

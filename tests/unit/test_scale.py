@@ -173,7 +173,7 @@ def test_a_change_of_one_ranks_value_copies_only_a_part() -> None:
 def test_the_history_has_an_event_of_each_of_a_few_ranks_only() -> None:
     """A stop's signal reaches all ranks: thousands of synced lines would delay its end, and each later start."""
     _, actions = handled(state(256), (reported(rank, "signal", {"signal": "TERM"}) for rank in range(255, -1, -1)))
-    recorded = [action.values["rank"] for action in actions if isinstance(action, Record)]
+    recorded = [action.event.rank for action in actions if isinstance(action, Record)]
     assert recorded == [*range(255, 255 - decide.MOST_RECORDED, -1), 0]
     (said,) = (action.text for action in actions if isinstance(action, Say))
     assert said == "ranks other than 0 reported 'signal' more than 64 times. Further reports are not recorded"

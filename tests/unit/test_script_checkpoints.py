@@ -9,12 +9,15 @@ import struct
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clusterddp.history.checkpoints import NoMatch, OwnCheckpoint
 from clusterddp.history.codec import sentence
+from clusterddp.history.event import Event
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.jobdef.program import checkpoint_values
 from clusterddp.messages.reports import End
@@ -201,8 +204,8 @@ def begun(
 ) -> tuple[ScriptCheckpoints, str]:
     """The attempt's view, and what its history says."""
     own = ScriptCheckpoints(run, made or job(), number, view(events))
-    values = own.begin()
-    return own, (sentence(event_of(event(number, 0.0, "own_resume", **values))) or "") if values is not None else ""
+    resumed = own.begin()
+    return own, (sentence(replace(resumed, attempt=number)) or "") if resumed is not None else ""
 
 
 def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> None:
@@ -337,8 +340,9 @@ def watched(own: ScriptCheckpoints) -> list[str]:
     over = threading.Event()
     over.set()
 
-    def report(name: str, **values: Any) -> None:
-        seen.append(sentence(event_of(event(1, 0.0, name, **values))) or f"attempt 1: {name} {values['file']}")
+    def report(found: Event) -> None:
+        assert isinstance(found, OwnCheckpoint | NoMatch)
+        seen.append(sentence(replace(found, attempt=1)) or f"attempt 1: {found.name} {found.file}")
 
     own.watch(over, report)
     return seen

@@ -12,6 +12,7 @@ from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.history.codec import sentence
+from clusterddp.history.stops import Requested
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import Stacks
@@ -165,7 +166,7 @@ def test_a_save_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_a
 def test_repeated_saves_are_one_in_the_history_and_are_all_answered_by_one_checkpoint() -> None:
     second = dataclasses.replace(SAVE, client=9)
     state = after(SAVE, saving(step=7))
-    assert Record("requested", {"request": "save"}) in done(after(SAVE), saving(step=7))
+    assert Record(Requested(request="save")) in done(after(SAVE), saving(step=7))
     state = after(second, state=state)
     assert [type(one) for one in done(state, saving(request=9, step=7))] == [Answer]
     actions = done(after(saving(request=9, step=7), state=state), checkpoint(8))
@@ -211,7 +212,7 @@ def test_a_stop_tells_all_ranks_at_once_and_is_in_the_history_once() -> None:
     """In its own words, rather than as a notice of Slurm."""
     actions = done(after(), STOP)
     assert Broadcast(orders.Stop("clusterddp stop")) in actions
-    assert [one for one in actions if isinstance(one, Record)] == [Record("requested", {"request": "stop"})]
+    assert [one for one in actions if isinstance(one, Record)] == [Record(Requested(request="stop"))]
     again = done(after(STOP), dataclasses.replace(STOP, client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
     exits = done(after(STOP, dataclasses.replace(STOP, client=9)), RanksExited(0))
@@ -254,7 +255,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
     """It is one request, whoever repeats it."""
     state, actions = step(after(state=PLACED), drain("n2"), NOW)
     assert Broadcast(orders.Stop("clusterddp drain")) in actions
-    assert Record("requested", {"request": "drain", "nodes": ["n2"]}) in actions
+    assert Record(Requested(request="drain", nodes=("n2",))) in actions
     assert (state.wanted, state.drained) == (Stop.DRAIN, "n2")
     again = done(state, dataclasses.replace(drain("n2"), client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
