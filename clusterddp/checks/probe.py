@@ -27,7 +27,7 @@ from clusterddp.checks.node import FAILED, Check, failed, guarded, ok, warning
 from clusterddp.reporter import counted
 from clusterddp.worker.control_channel import keep_alive, send_line
 from clusterddp.worker.interfaces import interface_of
-from clusterddp.worker.rank import reserve_port, use_interface
+from clusterddp.worker.rank import named_interface, reserve_port, use_interface
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,7 @@ class Place:
 def main() -> None:
     """Checks, reports, waits for the others, exits."""
     where, ranks = Path(sys.argv[1]), environment.read(os.environ)
+    named_interface()  # the last line of its error explains why this rank does not answer
     host, _, port = os.environ[protocol.SUPERVISOR].rpartition(":")
     host, token = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"], os.environ[protocol.TOKEN]
     connection = socket.create_connection((host, int(port)), CONNECT_S)

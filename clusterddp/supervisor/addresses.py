@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
-from clusterddp.errors import LauncherEnvironmentError, SlurmError
+from clusterddp.errors import SlurmError
 from clusterddp.hostlist import expand
 from clusterddp.slurm import commands as slurm
-from clusterddp.worker.interfaces import addresses_of, present
+from clusterddp.worker.interfaces import chosen
 
 #: How many nodes of a large job are tried.
 _MOST = 3
@@ -27,13 +27,10 @@ def reached_at(environ: Mapping[str, str], interfaces: Sequence[str] = ()) -> st
     of the job.
 
     Empty if that is unknown, or the job has one node: what srun tells its tasks then has to do. Raises
-    LauncherEnvironmentError if the node has none of the interfaces.
+    LauncherEnvironmentError for ``interfaces`` that the node lacks.
     """
     if interfaces:
-        name = present(interfaces)
-        if not (found := addresses_of(name)):
-            raise LauncherEnvironmentError(f"interface: {name} has no address on {socket.gethostname()}")
-        return found[0]
+        return chosen(interfaces)[1]
     own = environ.get("SLURMD_NODENAME")
     others = [node for node in expand(environ.get("SLURM_JOB_NODELIST", "")) if node != own]
     return _route(tuple(others[:_MOST]))

@@ -77,7 +77,9 @@ class SlurmLauncher:
     read_interval_s = 2.0
 
     def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
+        """Raises LauncherEnvironmentError if this node lacks the job's ``interface``."""
         self._job, self._placement = job, placement
+        self._host = reached_at(os.environ, job.interface)
         self.failed: Callable[[int], object] = lambda _: None
         self.pid: int | None = None
         self._guards: list[subprocess.Popen[bytes]] = []
@@ -86,10 +88,9 @@ class SlurmLauncher:
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun. Its own messages go to ``logs/srun.err``."""
         self._messages = logs / "srun.err"
-        host = reached_at(os.environ, self._job.interface)
         environment = {
             **environment,
-            SUPERVISOR: f"{host}{environment[SUPERVISOR]}",  # which has the port
+            SUPERVISOR: f"{self._host}{environment[SUPERVISOR]}",  # which has the port
             **({INTERFACE: ",".join(self._job.interface)} if self._job.interface else {}),
         }
         if self._job.share == "group":  # slurmd would create them with the umask's mode
@@ -107,9 +108,9 @@ class SlurmLauncher:
             )
         self.pid = self._srun.pid
         if self._job.outlives_nodes:
-            self._start_guards(environment, host)
+            self._start_guards(environment)
 
-    def _start_guards(self, environment: Mapping[str, str], host: str) -> None:
+    def _start_guards(self, environment: Mapping[str, str]) -> None:
         """On the last node with ranks, whose loss ends the attempt, so that the next one has another guard, and on one
         in the middle, which may be lost together with neither: racks are neighbours in Slurm's order."""
         own = os.environ.get("SLURMD_NODENAME")
@@ -118,7 +119,7 @@ class SlurmLauncher:
             return
         # The kernel completes the guard's connection, and answers its probes while this node and this process live.
         self._listener = listen()
-        address, null = f"{host}:{self._listener.getsockname()[1]}", subprocess.DEVNULL
+        address, null = f"{self._host}:{self._listener.getsockname()[1]}", subprocess.DEVNULL
         for node in dict.fromkeys((others[-1], others[(len(others) - 1) // 2])):
             command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), address, node)
             started = subprocess.Popen(command, env=guard_environment(), stdin=null, stdout=null, stderr=null)

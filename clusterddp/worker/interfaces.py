@@ -32,15 +32,18 @@ def interface_of(address: str) -> str | None:
     return next((name for name, own in _all() if own == address), None)
 
 
-def present(interfaces: Sequence[str]) -> str:
-    """The first of the interfaces that this node has. Raises LauncherEnvironmentError if it has none of them."""
+def chosen(interfaces: Sequence[str]) -> tuple[str, str]:
+    """The first of the interfaces that this node has, and its address. Raises LauncherEnvironmentError if it has none
+    of them, or if that one has no address."""
     there = names()
     if (found := next((name for name in interfaces if name in there), None)) is None:
         raise LauncherEnvironmentError(
             f"interface: {socket.gethostname()} has no {' or '.join(interfaces)}. It has {', '.join(there)}. Change "
             "the key, which takes a list for nodes that differ, or exclude the node"
         )
-    return found
+    if not (addresses := addresses_of(found)):
+        raise LauncherEnvironmentError(f"interface: {found} has no address on {socket.gethostname()}")
+    return found, addresses[0]
 
 
 def _all() -> Iterator[tuple[str, str]]:

@@ -120,6 +120,10 @@ def main() -> None:
     if _notified():
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before the script started"}, 0)
     try:
+        named_interface()
+    except LauncherEnvironmentError as error:
+        _exit_with_record(record, {**end, **_raised(error)}, 1)
+    try:
         held_port = join(ranks)
     except ClusterddpError as error:
         say(str(error))
@@ -611,14 +615,18 @@ def _bind(port: int) -> socket.socket:
     return held
 
 
+def named_interface() -> str | None:
+    """The interface that the key ``interface`` names on this node. Raises LauncherEnvironmentError if it has none of
+    them, which comes before the supervisor is unreachable."""
+    wanted = os.environ.get(protocol.INTERFACE)
+    return interfaces.chosen(wanted.split(","))[0] if wanted else None
+
+
 def use_interface(address: str) -> None:
     """gloo uses the interface with this address: it resolves the host name, which on many clusters gives 127.0.1.1 or
-    fails. With the key ``interface``, gloo and NCCL use the one that the key names on this node.
-
-    Raises LauncherEnvironmentError if the node has none of these.
+    fails. With the key ``interface``, gloo and NCCL use ``named_interface``.
     """
-    if wanted := os.environ.get(protocol.INTERFACE):
-        interface = interfaces.present(wanted.split(","))
+    if interface := named_interface():
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no other name that begins like it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     elif found := interfaces.interface_of(address):

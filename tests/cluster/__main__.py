@@ -55,6 +55,13 @@ def _add_config(add: argparse.ArgumentParser) -> None:
     add.add_argument("--memory-limits", action="store_true", help="jobs are held to their --mem; needs cgroup v1")
     add.add_argument("--qos", action="store_true", help="preemption goes by QOS, `high` over `low`")
     add.add_argument("--loopback-names", action="store_true", help="nodes resolve their own names to 127.0.1.1")
+    add.add_argument("--domain", default="", help="of the nodes' names, such as site.example")
+    add.add_argument("--rules", action="store_true", help="a plugin chooses partitions and refuses many options")
+    add.add_argument(
+        "--rank-network", action="store_true", help="ranks reach other nodes only on a second network, ib0"
+    )
+    add.add_argument("--conf-elsewhere", action="store_true", help="only Slurm's own commands know slurm.conf")
+    add.add_argument("--private-home", action="store_true", help="nodes do not have the user's home directory")
     add.add_argument("--expedite", action="store_true", help="allow --requeue=expedite; needs Slurm 25.11 or newer")
     add.add_argument("--release", choices=RELEASES, help="this Debian release's Slurm; default: the machine's")
     add.add_argument("--no-slurmdbd", dest="slurmdbd", action="store_false", help="no accounting")

@@ -72,6 +72,7 @@ class Cluster:
         state.cgroups_before = [str(path) for path in machine.node_cgroups(self.nodes)]
         machine.make_folders(state)
         machine.write_configuration(state)
+        machine.make_commands(state)
         if state.config.slurmdbd:
             daemons.make_database()
         machine.make_user(state)
@@ -192,6 +193,14 @@ class Cluster:
         """The node's; its name resolves on the nodes alone."""
         return self._state.site.address(node)
 
+    def in_network(self, node: str, argv: Sequence[str]) -> Output:
+        """Runs a program as root in the node's network."""
+        return self.root(["nsenter", f"--net={network.namespace(self._state.site.root, node)}", *argv])
+
+    def rank_address(self, node: str) -> str:
+        """That on its second network."""
+        return self._state.site.rank_address(node)
+
     def cable(self, node: str) -> str:
         """The host's end of the node's network cable, for `tc`."""
         return network.cable(node)
@@ -204,7 +213,8 @@ class Cluster:
     def search_path(self) -> str:
         """The user's PATH: Slurm's programs where they are not the machine's own, `python`, the machine's programs."""
         programs = self._state.site.programs
-        return ":".join([*([programs] if programs else []), str(self.python.parent), SEARCH_PATH])
+        own = [str(self._state.site.root / "bin")] if self.config.conf_elsewhere else []
+        return ":".join([*own, *([programs] if programs else []), str(self.python.parent), SEARCH_PATH])
 
     @property
     def environment(self) -> dict[str, str]:
@@ -219,7 +229,7 @@ class Cluster:
             "SHELL": "/bin/bash",
             "LANG": "C.UTF-8",
             "TMPDIR": str(root / "tmp"),
-            "SLURM_CONF": str(self.conf),
+            **({} if self.config.conf_elsewhere else {"SLURM_CONF": str(self.conf)}),
             MARK: self._state.mark,
         }
 

@@ -11,6 +11,8 @@ from .install import SEARCH_PATH
 
 # Outside the range that the kernel gives to outgoing connections, and not Slurm's own 6817 to 6819.
 CONTROLLER_PORT, NODE_PORT, DBD_PORT = 26817, 26818, 26819
+#: Those of srun where a firewall needs to know them.
+SRUN_PORTS = "61001-62000"
 CLUSTER, ACCOUNT = "clusterddp", "ddp"
 USER = os.environ.get("CLUSTERDDP_TEST_USER", "ddpuser")
 RELEASES = ("trixie", "sid")
@@ -56,6 +58,17 @@ class ClusterConfig:
     """The largest job array has so many tasks."""
     loopback_names: bool = False
     """Slurm knows the nodes by name, and each resolves its own to 127.0.1.1, as Debian and cloud-init configure it."""
+    domain: str = ""
+    """Part of the names of the nodes: n1.DOMAIN."""
+    rules: bool = False
+    """A plugin of the site chooses the partition by a feature, `train`. It refuses others' choice, options for GPUs and
+    memory, and sbatch on nodes."""
+    rank_network: bool = False
+    """The nodes have a second network, ib0. On the first one, only Slurm may connect to a node."""
+    conf_elsewhere: bool = False
+    """Slurm's commands on the user's PATH know where slurm.conf is, and no variable tells others."""
+    private_home: bool = False
+    """The nodes do not have the user's home directory."""
     release: str | None = None
     """The Debian release whose Slurm it is, such as `trixie`; None is the machine's own Slurm."""
 
@@ -75,7 +88,7 @@ class ClusterConfig:
 
     @property
     def node_names(self) -> list[str]:
-        return [f"n{index}" for index in range(1, self.nodes + 1)]
+        return [f"n{index}{f'.{self.domain}' if self.domain else ''}" for index in range(1, self.nodes + 1)]
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,20 @@ class Site:
         return str(ipaddress.ip_network(self.subnet)[1])
 
     def address(self, node: str) -> str:
-        return str(ipaddress.ip_network(self.subnet)[10 + int(node[1:])])
+        return str(ipaddress.ip_network(self.subnet)[10 + int(short(node)[1:])])
+
+    @property
+    def rank_subnet(self) -> str:
+        """The network of ib0, the upper half: of it, the nodes have .139 and up."""
+        return str(list(ipaddress.ip_network(self.subnet).subnets())[1])
+
+    def rank_address(self, node: str) -> str:
+        return str(ipaddress.ip_network(self.rank_subnet)[10 + int(short(node)[1:])])
+
+
+def short(node: str) -> str:
+    """A node's name without the domain."""
+    return node.partition(".")[0]
 
 
 def slurm_conf(config: ClusterConfig, site: Site) -> str:
@@ -151,6 +177,8 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         f"SlurmdTimeout={config.slurmd_timeout}",
         "SlurmctldTimeout=10",
         "InactiveLimit=0",
+        *(["JobSubmitPlugins=lua"] if config.rules else []),
+        *([f"SrunPortRange={SRUN_PORTS}"] if config.rank_network else []),
         *_accounting(config, site),
         *(["GresTypes=gpu"] if config.gpus else []),
         # The nodes are as large as this file says, not as the machine is.
@@ -196,19 +224,49 @@ def _node(config: ClusterConfig, site: Site, name: str) -> str:
     return (
         f"NodeName={name} NodeAddr={name if config.loopback_names else site.address(name)} CPUs={config.cpus} "
         f"Sockets=1 CoresPerSocket={config.cpus // config.threads} ThreadsPerCore={config.threads} "
-        f"RealMemory=1000000{more} "
+        f"RealMemory=1000000{more}{' Features=train' if config.rules else ''} "
         "State=UNKNOWN"
     )
 
 
 def _partitions(config: ClusterConfig) -> list[str]:
     common = f"Nodes={','.join(config.node_names)} MaxTime=INFINITE DefaultTime=30 OverSubscribe=NO State=UP"
+    default = "NO" if config.rules else "YES"
     return [
-        f"PartitionName=low {common} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={config.grace}",
+        f"PartitionName=low {common} Default={default} PriorityTier=1 PreemptMode=REQUEUE GraceTime={config.grace}",
         f"PartitionName=high {common} PriorityTier=10 PreemptMode=REQUEUE",
         f"PartitionName=cancel {common} PriorityTier=1 PreemptMode=CANCEL GraceTime={config.grace}",
         f"PartitionName=off {common} PriorityTier=1 PreemptMode=OFF",
     ]
+
+
+def job_submit_lua() -> str:
+    """The plugin of ``rules``: it sees all that a user requests, also in a job that is then refused."""
+    return """\
+local function refused(why)
+   slurm.log_user(why)
+   return slurm.ERROR
+end
+
+function slurm_job_submit(job, partitions, uid)
+   if uid == 0 or job.partition == "high" then return slurm.SUCCESS end
+   if string.find(job.alloc_node or "", "^n%d") then return refused("submit jobs on a login node") end
+   if job.partition ~= nil then return refused("do not name a partition, it follows from -C train") end
+   if job.features == nil then return refused("name a feature with -C train") end
+   for _, option in ipairs({"gres", "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task"}) do
+      if job[option] ~= nil then return refused("jobs get whole nodes, so do not request GPUs") end
+   end
+   if job.pn_min_memory ~= nil and job.pn_min_memory < 1.8e19 then  -- NO_VAL64 is more, and so is not MEM_PER_CPU
+      return refused("jobs get whole nodes, so do not request memory")
+   end
+   job.partition = "low"
+   return slurm.SUCCESS
+end
+
+function slurm_job_modify(job, record, partitions, uid)
+   return slurm.SUCCESS
+end
+"""
 
 
 def gres_conf(config: ClusterConfig, site: Site) -> str:
@@ -281,5 +339,5 @@ def my_cnf(site: Site) -> str:
 def hosts(config: ClusterConfig, site: Site) -> str:
     """The nodes' own /etc/hosts."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", f"{site.bridge_address} {site.host}"]
-    lines += [f"{site.address(name)} {name}" for name in config.node_names]
+    lines += [f"{site.address(name)} {' '.join(dict.fromkeys([name, short(name)]))}" for name in config.node_names]
     return "\n".join(lines) + "\n"

@@ -152,11 +152,14 @@ class Daemons:
         slurmd = f"slurmd -D -N {node}{self._stepd()}"
         hosts = f"{self.root}/etc/hosts"
         if self.state.config.loopback_names:
-            lines = Path(hosts).read_text().splitlines()
+            lines = [line.split() for line in Path(hosts).read_text().splitlines()]
             hosts += f"-{node}"
-            own = [f"127.0.1.1 {node}" if line.endswith(f" {node}") else line for line in lines]
-            Path(hosts).write_text("\n".join(own) + "\n")
-        inside = f"hostname {node} && mount --bind {hosts} /etc/hosts && exec {slurmd}"
+            own = [["127.0.1.1", *names] if node in names else [address, *names] for address, *names in lines]
+            Path(hosts).write_text("\n".join(map(" ".join, own)) + "\n")
+        inside = f"hostname {node} && mount --bind {hosts} /etc/hosts"
+        if self.state.config.private_home:
+            inside += f" && mount -t tmpfs -o mode=755 none {self.root}/home"
+        inside += f" && exec {slurmd}"
         # slave: what a test mounts below the state folder later (a small disk, say) is seen on the nodes too.
         unshare = ["unshare", "--uts", "--mount", "--propagation", "slave", "sh", "-c", inside]
         enter = ["nsenter", f"--net={network.namespace(self.root, node)}"]

@@ -19,7 +19,7 @@ from . import config as text
 from . import network, release
 from .config import USER, ClusterConfig, Site
 from .errors import ClusterError
-from .install import SEARCH_PATH
+from .install import PACKAGES, SEARCH_PATH
 from .state import BOOT, State
 from .system import (
     Process,
@@ -36,6 +36,8 @@ from .system import (
 REPOSITORY = Path(__file__).resolve().parents[2]
 CGROUPS = Path("/sys/fs/cgroup")
 NVIDIA_MAJOR = 195
+#: Slurm's, for users.
+COMMANDS = PACKAGES["slurm-client"][0]
 
 
 def cgroup_v1() -> bool:
@@ -99,6 +101,7 @@ def write_configuration(state: State) -> None:
     files = {"slurm.conf": text.slurm_conf(config, site), "gres.conf": text.gres_conf(config, site)}
     files |= {"cgroup.conf": text.cgroup_conf(config, site)}
     files |= {"hosts": text.hosts(config, site), "my.cnf": text.my_cnf(site)}
+    files |= {"job_submit.lua": text.job_submit_lua()} if config.rules else {}
     for name, content in files.items():
         (etc / name).write_text(content)
         (etc / name).chmod(0o644)
@@ -106,6 +109,20 @@ def write_configuration(state: State) -> None:
         secret = etc / "slurmdbd.conf"
         secret.touch(0o600)
         secret.write_text(text.slurmdbd_conf(site))
+
+
+def make_commands(state: State) -> None:
+    """Slurm's commands for the user: they find slurm.conf as if that was compiled in."""
+    site = state.site
+    if not state.config.conf_elsewhere:
+        return
+    folder = site.root / "bin"
+    folder.mkdir()
+    for name in COMMANDS:
+        program = shutil.which(name, path=site.search_path)
+        lines = ["#!/bin/sh", f"SLURM_CONF={site.root}/etc/slurm.conf", "export SLURM_CONF", f'exec {program} "$@"']
+        (folder / name).write_text("\n".join(lines) + "\n")
+        (folder / name).chmod(0o755)
 
 
 def show_source(state: State) -> None:

@@ -7,16 +7,21 @@ import json
 import subprocess
 from pathlib import Path
 
-from .config import ClusterConfig, Site
+from .config import CONTROLLER_PORT, DBD_PORT, SRUN_PORTS, ClusterConfig, Site, short
 from .errors import ClusterError
 from .system import command
 
-BRIDGE = "cddp0"
+BRIDGE, RANK_BRIDGE = "cddp0", "cddp1"
 
 
 def cable(node: str) -> str:
     """The host's end of the node's cable."""
-    return f"cddp-{node}"
+    return f"cddp-{short(node)}"
+
+
+def rank_cable(node: str) -> str:
+    """That of its second network."""
+    return f"cddpr-{short(node)}"
 
 
 def namespace(root: Path, node: str) -> Path:
@@ -51,11 +56,33 @@ def lay(config: ClusterConfig, site: Site) -> None:
             ]
         )
         batch(["link set lo up", f"addr add {site.address(node)}/24 dev eth0", "link set eth0 up"], inside=path)
+    if config.rank_network:
+        batch([f"link add {RANK_BRIDGE} type bridge", f"link set {RANK_BRIDGE} up"])
+        for node in config.node_names:
+            _lay_second(node, site)
+
+
+def _lay_second(node: str, site: Site) -> None:
+    """Another network for the node, without this host. What ``ip rule`` refuses, the first one no longer carries."""
+    path, name = namespace(site.root, node), rank_cable(node)
+    others = f"to {next(ipaddress.ip_network(site.subnet).subnets())} ipproto tcp"
+    slurm = (f"{CONTROLLER_PORT}-{DBD_PORT}", SRUN_PORTS)
+    allowed = [f"rule add pref 10 {others} {end} {ports} lookup main" for end in ("sport", "dport") for ports in slurm]
+    host = f"rule add pref 9 to {site.bridge_address} lookup main"
+    batch([f"link add {name} type veth peer name ib0 netns {path}", f"link set {name} master {RANK_BRIDGE} up"])
+    batch(
+        [
+            f"addr add {site.rank_address(node)}/25 dev ib0",
+            "link set ib0 up",
+            *(host, *allowed, f"rule add pref 11 {others} prohibit"),
+        ],
+        inside=path,
+    )
 
 
 def clear(nodes: list[str]) -> None:
-    """Removes the cables and the bridge; the namespaces end with their last process and mount."""
-    for name in [*map(cable, nodes), BRIDGE]:
+    """Removes the cables and the bridges; the namespaces end with their last process and mount."""
+    for name in [*map(cable, nodes), *map(rank_cable, nodes), BRIDGE, RANK_BRIDGE]:
         subprocess.run(["ip", "link", "delete", name], capture_output=True)
 
 

@@ -13,7 +13,7 @@ from clusterddp.supervisor import addresses
 from clusterddp.supervisor.addresses import reached_at
 from clusterddp.supervisor.control_server import listen
 from clusterddp.worker import interfaces
-from clusterddp.worker.rank import use_interface
+from clusterddp.worker.rank import named_interface, use_interface
 from tests.fake_slurm import FakeSlurm
 from tests.wording import raises
 
@@ -75,7 +75,10 @@ def test_a_node_without_the_interface_is_named(monkeypatch: pytest.MonkeyPatch) 
         reached_at(JOB, ("ib0", "ib1"))
     monkeypatch.setenv(INTERFACE, "ib0")
     with raises(LauncherEnvironmentError):
-        use_interface("192.0.2.1")
+        named_interface()
+    monkeypatch.setattr(interfaces, "names", lambda: ["lo", "ib0"])
+    with raises(LauncherEnvironmentError):
+        named_interface()
 
 
 def test_without_the_key_gloo_uses_the_interface_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
