@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.history.event import Event, OfSupervisor
+from clusterddp.history.event import Event, Reported
 from clusterddp.reporter import counted, duration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forked(OfSupervisor):
+class Forked(Event):
     """`submit --fork` copied checkpoint `step` of the run `source`"""
 
     step: int
@@ -23,7 +23,7 @@ class Forked(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted(OfSupervisor):
+class Submitted(Event):
     """when the job was submitted"""
 
     job: str
@@ -34,7 +34,7 @@ class Submitted(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(OfSupervisor):
+class Started(Event):
     """the ranks are being started. The job also has the idle nodes `spares`, and `aside`, which the run has left"""
 
     nodes: str
@@ -58,7 +58,7 @@ class Started(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocated(OfSupervisor):
+class Allocated(Event):
     """when the job was queued, could start, and got its nodes. For a task of an array, also how many may run at a
     time"""
 
@@ -69,7 +69,7 @@ class Allocated(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnResume(OfSupervisor):
+class OwnResume(Event):
     """the script's newest own checkpoint is `file`, and the script gets these arguments. Without `file`: none of
     `patterns` matches a complete one"""
 
@@ -97,7 +97,7 @@ class OwnResume(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejoined(OfSupervisor):
+class Rejoined(Event):
     """the rank lost its connection to the supervisor and reconnected"""
 
     host: str
@@ -109,7 +109,7 @@ class Rejoined(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflight(Event):
+class Preflight(Reported):
     """the nodes have passed the checks of `preflight: true`"""
 
     seconds: float
@@ -121,14 +121,14 @@ class Preflight(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase(Event):
+class Phase(Reported):
     """rank 0 has begun the phase `phase`"""
 
     phase: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Initialized(Event):
+class Initialized(Reported):
     """a part starts from a file: `ctx.run(init_from=...)`"""
 
     part: str
@@ -143,7 +143,7 @@ class Initialized(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning(Event, abstract=True):
+class Beginning(Reported, abstract=True):
     """Rank 0 begins its loop at a step. ``redone``: how many steps of earlier attempts are repeated."""
 
     step: int
@@ -174,7 +174,7 @@ class Resumed(Beginning):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotRestored(Event):
+class NotRestored(Reported):
     """after the first step of a resumed attempt, the modules have attributes that differ from the checkpoint's"""
 
     step: int
@@ -185,7 +185,7 @@ class NotRestored(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotUsed(Event):
+class NotUsed(Reported):
     """a value that the script was given, or gives itself, has no effect, because another takes precedence"""
 
     what: str
@@ -203,7 +203,7 @@ def _repeated(redone: int | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCheckpointRead(Event):
+class OwnCheckpointRead(Reported):
     """the script has opened its own checkpoint `file` before its first steps, or later, after `not_read`"""
 
     file: str
@@ -213,7 +213,7 @@ class OwnCheckpointRead(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotRead(Event):
+class NotRead(Reported):
     """the script has made its first steps, or ended, without opening `file`, its newest checkpoint. It repeats at least
     `redone` steps"""
 

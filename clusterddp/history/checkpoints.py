@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterddp.history.event import Event, OfSupervisor
+from clusterddp.history.event import Event, Reported
 from clusterddp.reporter import counted, duration
 
 
@@ -20,7 +20,7 @@ def last_save_retried(step: int, seconds: float, folder: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval(Event):
+class Interval(Reported):
     """`every: auto` chose a new interval between checkpoints"""
 
     step: int
@@ -36,7 +36,7 @@ class Interval(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Event):
+class Checkpoint(Reported):
     """a checkpoint is committed. `best`: the metric in which it is the best"""
 
     step: int
@@ -47,7 +47,7 @@ class Checkpoint(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoomMade(Event):
+class RoomMade(Reported):
     """the disk was full. The older checkpoints `deleted` made room for `step`"""
 
     step: int
@@ -61,7 +61,7 @@ class RoomMade(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Reported):
     """a checkpoint was not saved"""
 
     step: int
@@ -72,7 +72,7 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastSaveRetried(Event):
+class LastSaveRetried(Reported):
     """all steps are done, but the last checkpoint is not saved: the disk with `folder` is full, read-only or broken.
     The ranks keep the state in memory, and retry for `seconds`, or until they must stop"""
 
@@ -85,7 +85,7 @@ class LastSaveRetried(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointDamaged(Event):
+class CheckpointDamaged(Reported):
     """a checkpoint cannot be read. The previous one is tried"""
 
     step: int
@@ -96,7 +96,7 @@ class CheckpointDamaged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerRankGrows(Event):
+class PerRankGrows(Reported):
     """the per-rank state takes more than half of the `limit`. Recorded once"""
 
     step: int
@@ -113,7 +113,7 @@ class PerRankGrows(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoBest(Event):
+class NoBest(Reported):
     """all steps are done, and the metric of the best checkpoint was never logged"""
 
     metric: str
@@ -133,7 +133,7 @@ class SavedItself(Event, abstract=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(SavedItself):
+class Saved(SavedItself, Reported):
     """the script has saved its state in `file` and called `requeue(saved=file)`. With `clusterddp.continue_epoch()`
     also the `items` of its epoch that it had trained on, and when the file was `written`"""
 
@@ -145,7 +145,7 @@ class Saved(SavedItself):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoSave(Event):
+class NoSave(Reported):
     """the script has called `requeue(saved=file)`, but rank 0 sees no such file or folder"""
 
     file: str
@@ -165,7 +165,7 @@ class OwnCheckpoint(SavedItself):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCheckpointRejected(OfSupervisor):
+class OwnCheckpointRejected(Event):
     """the attempt was given `file`, and the script failed before its first step. The next one gets the match before"""
 
     file: str

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clusterddp.history.event import OfSupervisor
+from clusterddp.history.event import Event
 from clusterddp.history.words import RESTARTING, at_step
 from clusterddp.reporter import counted
 
@@ -20,7 +20,7 @@ CONFIRM = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequeueRefused(OfSupervisor):
+class RequeueRefused(Event):
     """Slurm refused the requeue. The run is resubmitted"""
 
     error: str
@@ -30,7 +30,7 @@ class RequeueRefused(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResubmissionRefused(OfSupervisor):
+class ResubmissionRefused(Event):
     """Slurm refused a new job. The run's job is requeued"""
 
     error: str
@@ -40,7 +40,7 @@ class ResubmissionRefused(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptEnd(OfSupervisor, abstract=True):
+class AttemptEnd(Event, abstract=True):
     """After it, an attempt has no ranks."""
 
 

@@ -52,8 +52,9 @@ class Event:
         return None
 
 
-class OfSupervisor(Event, abstract=True):
-    """An event that the supervisor or a command adds. No rank may report it."""
+@dataclass(frozen=True, kw_only=True)
+class Reported(Event, abstract=True):
+    """An event that a rank reports. A supervisor accepts no others from ranks, because they run the user's code."""
 
 
 def name_of(event: Event) -> str:

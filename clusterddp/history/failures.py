@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from clusterddp.history.event import Event, OfSupervisor
+from clusterddp.history.event import Event, Reported
 from clusterddp.history.words import at_step
 from clusterddp.reporter import counted, duration
 
@@ -17,7 +17,7 @@ def gpu_fault(host: str, what: str, gpu: int | None, xid: int | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerAway(OfSupervisor):
+class ControllerAway(Event):
     """Slurm's controller is unreachable. Training continues"""
 
     error: str
@@ -27,7 +27,7 @@ class ControllerAway(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerBack(OfSupervisor):
+class ControllerBack(Event):
     """Slurm's controller is reachable again"""
 
     def sentence(self) -> str:
@@ -35,7 +35,7 @@ class ControllerBack(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerMissing(OfSupervisor):
+class ControllerMissing(Event):
     """Slurm's commands are not installed here"""
 
     error: str
@@ -48,7 +48,7 @@ class ControllerMissing(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspended(OfSupervisor):
+class Suspended(Event):
     """until now, a rank's process was stopped for `seconds`, and the others waited for it"""
 
     rank: int = field()
@@ -63,7 +63,7 @@ class Suspended(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow(OfSupervisor):
+class Slow(Event):
     """a straggler"""
 
     rank: int = field()
@@ -79,7 +79,7 @@ class Slow(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowNode(Event):
+class SlowNode(Reported):
     """the rank has been slow for `seconds`. `facts`: what may slow its node or its GPUs down"""
 
     host: str
@@ -95,7 +95,7 @@ class SlowNode(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuFault(Event):
+class GpuFault(Reported):
     """the driver has reported an error of a GPU of the rank, with its number in NVIDIA's list (`xid`). `hardware`: it
     counts against the node"""
 
@@ -110,7 +110,7 @@ class GpuFault(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerRecovered(OfSupervisor):
+class StragglerRecovered(Event):
     """a straggler is no longer slow"""
 
     rank: int = field()
@@ -118,7 +118,7 @@ class StragglerRecovered(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hung(OfSupervisor):
+class Hung(Event):
     """a hang: all ranks are being ended. `suspect`: the node whose GPU hung"""
 
     rank: int = field()
@@ -135,7 +135,7 @@ class Hung(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotConnected(OfSupervisor):
+class NotConnected(Event):
     """after a minute, ranks have not connected to the others. `late`: these ranks"""
 
     late: Sequence[int]
@@ -147,7 +147,7 @@ class NotConnected(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeLost(OfSupervisor):
+class NodeLost(Event):
     """a node no longer responds, or these ranks did not exit after SIGKILL"""
 
     node: str
@@ -162,7 +162,7 @@ class NodeLost(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchFailed(OfSupervisor):
+class LaunchFailed(Event):
     """srun has started no rank. `lines`: what it printed. `refused`: it would refuse the same again"""
 
     error: str
@@ -174,7 +174,7 @@ class LaunchFailed(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFailed(OfSupervisor):
+class RankFailed(Event):
     """the first failure of the attempt. `raised`: its exception, line and step. `lacks_gpus`: the node has too few.
     `fault`: the fault of its GPU that caused this"""
 
@@ -200,7 +200,7 @@ NodeFailure = RankFailed | Hung | NodeLost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Excluded(OfSupervisor):
+class Excluded(Event):
     """nodes that the next jobs exclude, for a day"""
 
     nodes: Sequence[str]
@@ -213,7 +213,7 @@ class Excluded(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotExcluded(OfSupervisor):
+class NotExcluded(Event):
     """a failed node is not excluded"""
 
     reason: str
@@ -223,7 +223,7 @@ class NotExcluded(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved(OfSupervisor):
+class Moved(Event):
     """the next attempt starts in the same job, but on `nodes`: it leaves the nodes `aside`, and `why`"""
 
     nodes: Sequence[str]

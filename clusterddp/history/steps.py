@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from clusterddp.history.event import Event, OfSupervisor
+from clusterddp.history.event import Event, Reported
 from clusterddp.reporter import counted, duration
 
 #: The same, of a process that a rank has started and the supervisor.
@@ -19,7 +19,7 @@ CHECK_SCRIPT = "Check the script's options for distributed training"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress(Event):
+class Progress(Reported):
     """a loop to `steps` begins, or has just ended, at `step`"""
 
     step: int
@@ -27,7 +27,7 @@ class Progress(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsSeen(Event):
+class StepsSeen(Reported):
     """rank 0 has completed its first step, of unknown number, in a script without clusterddp. `out` and `err`: the
     sizes of its output files in bytes"""
 
@@ -36,7 +36,7 @@ class StepsSeen(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChildStep(OfSupervisor):
+class ChildStep(Event):
     """a process that the script has started with multiprocessing has made a step, of unknown number"""
 
 
@@ -48,7 +48,7 @@ def _signal_name(number: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChildDied(Event):
+class ChildDied(Reported):
     """a `process` that the script has started on the rank exited with this code, or was killed by signal -`code`"""
 
     process: str
@@ -65,7 +65,7 @@ class ChildDied(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apart(Event):
+class Apart(Reported):
     """rank 0 has completed its first step in a process group of `group` ranks, or without one"""
 
     ranks: int
@@ -81,7 +81,7 @@ class Apart(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoRank(OfSupervisor):
+class NoRank(Event):
     """a process that a rank has started calls `clusterddp.stop_requested()`, which is False there"""
 
     def sentence(self) -> str:
@@ -89,7 +89,7 @@ class NoRank(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicrobatchingSkipped(Event):
+class MicrobatchingSkipped(Reported):
     """more samples per rank than batch_size, without `run.micro()`"""
 
     step: int
@@ -104,7 +104,7 @@ class MicrobatchingSkipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaitsForData(Event):
+class WaitsForData(Reported):
     """rank 0 spends `percent` % of its time waiting for batches. Recorded once"""
 
     step: int
@@ -117,7 +117,7 @@ class WaitsForData(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stalled(Event):
+class Stalled(Reported):
     """until now, rank 0 has waited in one step for `seconds`, far longer than a step takes, for its batch or for other
     ranks"""
 
@@ -131,14 +131,14 @@ class Stalled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMemory(Event):
+class DeviceMemory(Reported):
     """the most GPU memory that rank 0's allocator has reserved, after its first step"""
 
     bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotFinite(Event):
+class NotFinite(Reported):
     """metrics became NaN or infinite"""
 
     step: int
@@ -153,7 +153,7 @@ class NotFinite(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explained(Event, abstract=True):
+class Explained(Reported, abstract=True):
     """What the script does is likely a mistake, in words."""
 
     step: int
@@ -196,7 +196,7 @@ class Diverged(Explained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracker(Event):
+class Tracker(Reported):
     """a tracker does not get all values. Training continues"""
 
     tracker: str
@@ -207,14 +207,14 @@ class Tracker(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Event):
+class Evaluated(Reported):
     """rank 0 has spent `seconds` in evaluations since the last such event"""
 
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Event):
+class Result(Reported):
     """`run.log()` outside a step. The logged values are further fields"""
 
     step: int

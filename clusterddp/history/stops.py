@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clusterddp.history.event import Event, OfSupervisor
+from clusterddp.history.event import Event, Reported
 
 #: The sentence of an event that both the rank and the supervisor print.
 HANDLER_REPLACED = (
@@ -15,7 +15,7 @@ HANDLER_REPLACED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandlerReplaced(Event):
+class HandlerReplaced(Reported):
     """the script replaced a signal handler of clusterddp"""
 
     signal: str
@@ -26,21 +26,21 @@ class HandlerReplaced(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signal(Event):
+class Signal(Reported):
     """a stop signal reached the rank"""
 
     signal: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notified(Event):
+class Notified(Reported):
     """the supervisor's request to stop reached the rank"""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice(OfSupervisor):
+class Notice(Event):
     """the supervisor asks the ranks to stop"""
 
     why: str
@@ -50,7 +50,7 @@ class Notice(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requested(OfSupervisor):
+class Requested(Event):
     """the user asked for `request`. The next jobs exclude `nodes` for a day."""
 
     request: str
@@ -69,7 +69,7 @@ class Requested(OfSupervisor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overdue(Event):
+class Overdue(Reported):
     """no rank's step ended within `seconds` of the notice. Rank 0 exits. `behind`: the late ranks"""
 
     seconds: float
@@ -85,7 +85,7 @@ class Overdue(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopping(Event):
+class Stopping(Reported):
     """all ranks stop after `step`"""
 
     step: int
@@ -96,14 +96,14 @@ class Stopping(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finishing(Event):
+class Finishing(Reported):
     """all steps are done. The last checkpoint is being saved"""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftLoop(Event):
+class LeftLoop(Reported):
     """the script left its loop, with a `break` or an `exception`"""
 
     step: int

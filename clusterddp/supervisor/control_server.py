@@ -25,7 +25,7 @@ from clusterddp.codec import Misfit, read
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.history import codec
 from clusterddp.history.beginnings import Rejoined
-from clusterddp.history.event import OfSupervisor
+from clusterddp.history.event import EVENTS, Reported, Unread
 from clusterddp.messages.orders import Connect, Order, Stop, order_line
 from clusterddp.messages.reports import REPORTS, Hello, Joined, Serving
 from clusterddp.messages.requests import REQUESTS, UserRequest, read_request
@@ -521,7 +521,8 @@ class ControlServer:
 
 
 def read_report(rank: int, line: bytes | None) -> Report:
-    """What a rank reports in a line, which is None if it was too long. Raises Misfit."""
+    """What a rank reports in a line, which is None if it was too long. Raises Misfit, also for what no rank reports: it
+    runs the user's code, which might report that a node was lost, or that the run is completed."""
     if line is None or len(line) > LONGEST_LINE:
         raise Misfit(f"it is longer than {LONGEST_LINE:,} bytes")
     try:
@@ -534,15 +535,15 @@ def read_report(rank: int, line: bytes | None) -> Report:
     if (kind := REPORTS.get(name)) is not None:
         report: Report = read(kind, values)
         return report
+    if not issubclass(EVENTS.get(name, Unread), Reported):
+        raise Misfit(f"ranks report no {name!r:.60}")
     if not _nests_within(values, _MOST_NESTED):
         raise Misfit(f"{name}: its values are nested more than {_MOST_NESTED} deep")
     own = {"time": 0.0, "attempt": 0, "event": name, "rank": rank}
     event = own | values | own
     if wrong := schema_error(event, EVENT):
         raise Misfit(f"{name}: {wrong}")
-    if isinstance(reported := codec.read(event), OfSupervisor):
-        raise Misfit(f"{name}: only the supervisor records this event")
-    return reported
+    return codec.read(event)
 
 
 def _nests_within(value: Any, levels: int) -> bool:

@@ -572,13 +572,13 @@ def test_an_impossible_rank_is_refused_with_a_reason(rank: Any, port: int | None
 def test_a_malformed_report_affects_no_other() -> None:
     """The thread that reads from the ranks survives what is no object, and an object without an event."""
     heard: queue.Queue[Any] = queue.Queue()
-    hear = Handlers(lambda _, report: heard.put(fields_of(report)[1].get("word")))
+    hear = Handlers(lambda _, report: heard.put(fields_of(report)[1].get("phase")))
     server = ControlServer(TOKEN, hear, host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     for line in (b"[1]\n", b"{}\n", b"\xff\n", b"[" * 9999 + b"\n"):
         link._connection.sendall(line)
-    link.send("said", word="hello")
+    link.send("phase", phase="hello")
     assert [heard.get(timeout=10) for _ in range(2)] == [None, "hello"]
     server.close()
 

@@ -7,16 +7,19 @@ import queue
 import selectors
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from clusterddp.codec import Misfit
 from clusterddp.history.beginnings import Phase
+from clusterddp.history.event import EVENTS, Reported
 from clusterddp.messages.orders import Order, RecordFlight, Stop, read_order
 from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers, Outbox, read_report
 from clusterddp.worker.control_channel import ControlChannel, send_line
 from tests.connections import accepted_from
+from tests.histories import whole
 from tests.reports import fields_of
 from tests.waiting import wait_until
 
@@ -166,11 +169,7 @@ BEAT = {"event": "alive", "count": 90, "step": 89, "age_s": 610.0}
         {"event": "checkpoint", "step": 7, "blocked_s": 0.1, "durable_s": "soon", "bytes": 1},
         {"event": "progress", "step": -1, "steps": 7},
         {"event": "of a later version", "step": "7"},
-        {"event": "rejoined", "rank": 1, "host": "n1"},
-        {"event": "completed", "step": 7, "attempts": 1, "reason": "all ranks finished"},
-        {"event": "stopped", "reason": "clusterddp stop", "step": 7},
-        {"event": "node_lost", "node": "n2", "suspect": "n2"},
-        {"event": "of a later version", "values": json.loads("[" * 600 + "]" * 600)},
+        {"event": "result", "step": 7, "values": json.loads("[" * 600 + "]" * 600)},
         {"event": "left", "host": "n1"},
         {"event": "left", "host": "n1", "end": "bored"},
         {"event": "stacks", "request": 7, "place": "x", "threads": [{}]},
@@ -196,6 +195,18 @@ def test_a_report_is_of_the_rank_whose_connection_it_came_over_and_of_this_attem
     """Whatever else it says. The decisions and the history's view count on it."""
     report = read_report(3, b'{"event": "phase", "phase": "training", "rank": 5, "attempt": 7, "time": 9e10}')
     assert isinstance(report, Phase) and (report.rank, report.attempt, report.time) == (3, 0, 0.0)
+
+
+def test_a_rank_reports_what_ranks_report_alone() -> None:
+    """A rank runs the user's code. Each event that only the supervisor adds would be taken for its own."""
+    accepted = set()
+    for name, kind in EVENTS.items():
+        with suppress(Misfit):
+            assert isinstance(read_report(0, json.dumps(whole({"event": name})).encode()), kind)
+            accepted.add(name)
+    added = {"completed", "failed", "requeued", "node_lost", "rank_failed", "hung", "started", "excluded", "rejoined"}
+    assert accepted == {name for name, kind in EVENTS.items() if issubclass(kind, Reported)}
+    assert not accepted & added and {"checkpoint", "stopping", "gpu_fault"} <= accepted
 
 
 def test_an_error_in_what_handles_a_report_is_no_malformed_report() -> None:

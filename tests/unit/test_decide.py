@@ -748,7 +748,6 @@ def test_when_the_job_was_allocated_is_recorded_once() -> None:
         (reported(1, "finishing", {"step": 7}), {"rank": 1, "step": 7}),
         (reported(0, "training", {"step": 7}), {"rank": 0, "step": 7, "redone": 3}),
         (reported(0, "training", {"step": 12, "new": 1}), {"rank": 0, "step": 12, "new": 1, "redone": 0}),
-        (reported(0, "of a later version", {"new": True}), {"rank": 0, "new": True}),
     ],
 )
 def test_what_a_rank_reports_is_recorded_with_its_rank(event: RankEvent, values: dict[str, Any]) -> None:

@@ -469,7 +469,7 @@ def test_any_input_leaves_the_supervisor_listening(words: list[str], knows_token
         peer.sendall((json.dumps(hello) + "\n").encode() + b"\n".join(map(bytes_of, words)) + b"\n")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", "secret", 0, 1, timeout=10)
     assert link is not None
-    link.send("after", step=3)
+    link.send("finishing", step=3)
     assert heard.wait(10)
     link.close()
     server.close()
