@@ -9,7 +9,7 @@ import enum
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -62,6 +62,25 @@ def read_one(kinds: Mapping[str, type[Any]], key: str, values: Any) -> Any:
     if not isinstance(name, str) or name not in kinds:
         raise Misfit(f"{key!r} is {reprlib.repr(name)}")
     return read(kinds[name], values)
+
+
+def written(value: Any) -> dict[str, Any]:
+    """The fields of an object that differ from their defaults, to be encoded with ``plain``."""
+    given = {item.name: (getattr(value, item.name), _default(item)) for item in fields(value)}
+    return {name: each for name, (each, default) in given.items() if default is MISSING or each != default}
+
+
+def plain(value: Any) -> Any:
+    """What json is to write for a value of a class of ours: its ``default=``. Raises TypeError for another one."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if is_dataclass(value):
+        return vars(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def fitting(entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, Any]:

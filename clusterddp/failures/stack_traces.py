@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.hostlist import ranges
+from clusterddp.messages.reports import Stacks, Thread
 from clusterddp.process import current_frames
 from clusterddp.reporter import counted
 
@@ -222,8 +223,8 @@ _STANDARD = (f"{sysconfig.get_path('stdlib')}/", "<frozen")
 _BELOW_SCRIPT = (f"{_PACKAGE}/worker/", runpy.__file__, "<frozen runpy>", "<string>")
 
 
-def stacks() -> dict[str, Any]:
-    """This process's stacks: "place", where the main thread is, and "threads" with "name" and "frames".
+def stacks(request: int) -> Stacks:
+    """This process's stacks, for a request.
 
     The main thread comes first. Threads that run neither the script nor a library are left out, because they are
     clusterddp's own, or wait in the standard library for work.
@@ -233,10 +234,8 @@ def stacks() -> dict[str, Any]:
     others = [thread for thread in threading.enumerate() if thread is not main and thread.ident in frames]
     shown = [thread for thread in others if any(map(_foreign, outward(frames[thread.ident or 0])))]
     threads = [main, *sorted(shown, key=lambda thread: thread.name)[: MOST_THREADS - 1]]
-    return {
-        "place": main_thread_place()[0],
-        "threads": [{"name": thread.name, "frames": _lines(frames[thread.ident or 0])} for thread in threads],
-    }
+    described = tuple(Thread(thread.name, _lines(frames[thread.ident or 0])) for thread in threads)
+    return Stacks(request, main_thread_place()[0], described)
 
 
 def _foreign(frame: FrameType) -> bool:

@@ -1,7 +1,7 @@
-"""What ranks report to their supervisor, besides the events of a history (``history/``).
+"""What ranks report to their supervisor, besides the events of a history that ranks report (``history/``).
 
-On the control channel a report is a line with ``event``, the name of its class in snake case, and its fields.
-``supervisor/control_server.py`` reads it.
+On the control channel a report is a line with ``event``, the name of its class in snake case, and its fields that
+differ from their defaults. ``supervisor/control_server.py`` reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from clusterddp import codec
 from clusterddp.codec import Count, Seconds, Time
+from clusterddp.history.event import Reported
 
 #: A process group: its name and backend, the number of the last collective up to which all are complete, that of the
 #: last one that was called, and the first that is not complete, "" if there is none.
@@ -204,11 +206,12 @@ class Made:
 class Left:
     """How the rank ended: its last report, and its record in the run directory.
 
-    ``error``: an exception's type and message. ``exit_code``: only after ``sys.exit``. ``alone``: rank 0 stopped
-    without the others. ``left_loop``: it is done with steps left, as after ``break``. ``read_saved``: it is done
-    without a step, after it had opened what the script saved at its last stop. ``without_torch``: the script did not
-    import torch, so that no steps could be seen. ``final``: a restart would raise the exception again, as of a
-    checkpoint that does not fit. ``lacks_gpus``: its node has fewer GPUs than its ranks need.
+    ``error``: an exception's type and message. ``reason``: of a stop. ``exit_code``: only after ``sys.exit``.
+    ``alone``: rank 0 stopped without the others. ``left_loop``: it is done with steps left, as after ``break``.
+    ``read_saved``: it is done without a step, after it had opened what the script saved at its last stop.
+    ``without_torch``: the script did not import torch, so that no steps could be seen. ``final``: a restart would raise
+    the exception again, as of a checkpoint that does not fit. ``lacks_gpus``: its node has fewer GPUs than its ranks
+    need.
     """
 
     host: str
@@ -216,6 +219,7 @@ class Left:
     error: str = ""
     traceback: str = ""
     step: Count | None = None
+    reason: str = ""
     exit_code: int | None = None
     used_clusterddp: bool = False
     alone: bool = False
@@ -226,8 +230,19 @@ class Left:
     lacks_gpus: bool = False
 
 
-#: What ranks report, by the word for it on the control channel.
-REPORTS: Mapping[str, type[Any]] = {
-    kind.__name__.lower(): kind
-    for kind in (Serving, Alive, Gpu, Connecting, Connected, Wrote, Stacks, Saving, Committing, Made, Left)
-}
+Report: TypeAlias = (
+    Serving | Alive | Gpu | Connecting | Connected | Wrote | Stacks | Saving | Committing | Made | Left | Reported
+)
+#: What ranks report besides events of the history, by its name on the control channel.
+REPORTS: Mapping[str, type[Any]] = {name: kind for name, kind in codec.by_name(Report).items() if kind is not Reported}
+
+
+def report_line(report: Report) -> dict[str, Any]:
+    """A report as an object for the control channel, or an event for a line of the history, as far as a rank knows."""
+    values = codec.written(report)
+    return {"event": codec.name_of(type(report)), **values.pop("others", {}), **values}
+
+
+def record_of(left: Left, rank: int) -> dict[str, Any]:
+    """The object for a rank's record in the run directory."""
+    return {"rank": rank, **codec.written(left), "end": left.end.value}

@@ -15,7 +15,6 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -608,6 +607,8 @@ def _proposal(path: Path) -> str:
 
 def _nearest(name: str, runs: Iterable[RunDirectory]) -> Path | None:
     """The run with the most similar name. None if none is similar."""
+    from difflib import get_close_matches  # a rank needs no suggestions
+
     paths = {run.path.name: run.path for run in runs}
     similar = get_close_matches(name, paths, 1)
     return paths[similar[0]] if similar else None

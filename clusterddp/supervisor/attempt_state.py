@@ -18,21 +18,9 @@ from clusterddp.history.beginnings import Allocated
 from clusterddp.history.event import Event as HistoryEvent
 from clusterddp.history.failures import Slow, StragglerRecovered
 from clusterddp.jobdef.job import Job
+from clusterddp.messages import reports
 from clusterddp.messages.orders import Order
-from clusterddp.messages.reports import (
-    Alive,
-    Committing,
-    Connected,
-    Connecting,
-    Figures,
-    Gpu,
-    Joined,
-    Left,
-    Saving,
-    Serving,
-    Stacks,
-    Wrote,
-)
+from clusterddp.messages.reports import Alive, Figures, Joined, Left, Saving, Stacks
 from clusterddp.messages.requests import UserRequest
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
@@ -78,10 +66,8 @@ class Notice:
     nodes: frozenset[str] | None = None
 
 
-#: What a rank reports over the control channel. Events are recorded in the history.
-Report = (
-    Joined | Serving | Alive | Gpu | Connecting | Connected | Wrote | Stacks | Saving | Committing | Left | HistoryEvent
-)
+#: What a rank reports over the control channel, or the server about its connection. Events are recorded in the history.
+Report = reports.Report | Joined | HistoryEvent
 
 
 @dataclass(frozen=True)

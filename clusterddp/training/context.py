@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -35,8 +35,11 @@ from clusterddp.distributed.bucket_order import KEY, BucketOrders, Names
 from clusterddp.distributed.process_group import NO_TIMEOUT
 from clusterddp.distributed.torch_patches import watch_graphs
 from clusterddp.errors import DeviceError, Stopped
+from clusterddp.history.beginnings import NotUsed, Phase
+from clusterddp.history.steps import Evaluated
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.jobdef.tracking import check_packages
+from clusterddp.messages.reports import Connected, Connecting
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.rundir.progress import recent
@@ -204,13 +207,13 @@ class Context(Loaders):
         self._settings = read
         backend = process_group.choose_backend(read.backend, self.device)
         if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met
-            control_channel.report("phase", phase="rendezvous")
-        control_channel.report("connecting")
+            control_channel.report(Phase(phase="rendezvous"))
+        control_channel.report(Connecting())
         self._group = process_group.ProcessGroup(ranks, self.device, backend, open_store(read))
-        control_channel.report("connected")
+        control_channel.report(Connected())
         self._history = AttemptHistory(read, self._group.attempt_store)
         if self.rank == 0:
-            self._history.report("phase", phase="importing")
+            self._history.report(Phase(phase="importing"))
         for unused in read.unused:
             self._report_unused(unused)
         self._evaluations = Evaluations(self._report_evaluations)
@@ -432,7 +435,7 @@ class Context(Loaders):
         batches = training_loader(loader, self._group, self.seed, rng == "step")
         if self._settings.job.global_batch is not None and not isinstance(loader, Loader):
             because = "Only ctx.loader() makes batches of that size"
-            self._report_unused({"what": "global_batch", "given": self._settings.job.global_batch, "because": because})
+            self._report_unused(NotUsed(what="global_batch", given=self._settings.job.global_batch, because=because))
         given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None, self._orders)
         self._script_loop.run = run = _kind_of_run(self._settings)(given, self._services)
         return run
@@ -501,13 +504,13 @@ class Context(Loaders):
         if run is not None and self._script_loop.stop_requested():
             run.stop(self._agreement.reason or "")
 
-    def _report_unused(self, fields: Mapping[str, Any]) -> None:
+    def _report_unused(self, unused: NotUsed) -> None:
         if self.rank == 0:
-            self._history.report("not_used", **fields)
+            self._history.report(unused)
 
     def _report_evaluations(self, seconds: float) -> None:
         if self.rank == 0:
-            self._history.report("evaluated", seconds=seconds)
+            self._history.report(Evaluated(seconds=seconds))
 
     def _close_at_exit(self) -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from clusterddp.data.loader import Loader
 from clusterddp.distributed.wrapping import optimizers
+from clusterddp.history.beginnings import NotUsed
 
 _PLAIN = (bool, int, float, str)
 _KEY = "given"
@@ -42,14 +43,14 @@ class GivenValues:
         """For a checkpoint."""
         return {_KEY: self._now}
 
-    def unused(self, progress: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The fields of an event for each value that is not that of the checkpoint's attempt."""
+    def unused(self, progress: Mapping[str, Any]) -> Iterator[NotUsed]:
+        """An event for each value that is not that of the checkpoint's attempt."""
         before = progress[_KEY]
         for name, value in self._now.items():
             if name == "loader.batch_size" and self._global_batch == progress["global_batch"]:
                 continue  # as on another number of ranks that share the same global batch
             if name in before and before[name] != value:
-                yield {"what": name, "given": value, "used": before[name], "because": _RESTORED}
+                yield NotUsed(what=name, given=value, used=before[name], because=_RESTORED)
 
 
 def _values(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

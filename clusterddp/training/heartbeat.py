@@ -13,9 +13,9 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ import torch
 from clusterddp.distributed.devices import device_thread
 from clusterddp.failures.stack_traces import main_thread_line, main_thread_place, outward
 from clusterddp.jobdef.job import Watchdog
+from clusterddp.messages.reports import Alive, Row
 from clusterddp.process import RunningClock, current_frames
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
@@ -115,7 +116,7 @@ class Heartbeat:
         self,
         watchdog: Watchdog | None,
         watched: WatchedSteps,
-        send: Callable[..., None],
+        send: Callable[[Alive], None],
         flight_record: Path,
         rank: int = 0,
         ranks: int = 1,
@@ -136,10 +137,10 @@ class Heartbeat:
         self._end = threading.Event()
         #: Writes the flight record of this timeout.
         self._recording: threading.Thread | None = None
-        #: A heartbeat's values about the device and the flight record after a timeout, and since when the device has
-        #: been at the same place.
-        self._stalled: dict[str, Any] = {}
+        #: After a timeout: a heartbeat's ``device``, since when it has been at the same place, and its ``collectives``.
+        self._stalled_device: tuple[int, str, float] | None = None
         self._device_since = 0.0
+        self._collectives: Sequence[Row] = ()
         self._starting_record = threading.Lock()
         if watchdog is not None:
             self._thread = device_thread(watched.device, self._beat, args=(watchdog,), name="heartbeat")
@@ -174,9 +175,7 @@ class Heartbeat:
         try:
             self._beat_on(watchdog)
         finally:  # a rank whose heartbeat ends must not look as if it hung
-            self._send(
-                "alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf, **self.timing()
-            )
+            self._send(Alive(self._boundaries(), self._step(), age_s=0.0, allowed_s=math.inf, **self.timing()))
 
     def _beat_on(self, watchdog: Watchdog) -> None:
         period_s = watchdog.period_s(self._ranks)
@@ -194,19 +193,18 @@ class Heartbeat:
             self._explain_stacks()
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
-            beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
-            beat |= {"stood_s": round(stood_s, 1)} if stood_s else {}
-            beat |= self.timing()
+            beat = Alive(count, self._step(), age_s, pace.allowed_s, stood_s=round(stood_s, 1), **self.timing())
             if age_s == 0:
                 self._set_timer(pace.allowed_s)
-                self._recording, self._stalled = None, {}
+                self._recording, self._stalled_device, self._collectives = None, None, ()
             else:
-                beat["place"], beat["waits"] = main_thread_place()
-                beat |= {"line": main_thread_line()} if beat["waits"] else {}
+                place, waits = main_thread_place()
+                line = main_thread_line() if waits else ""
                 before, stood = stood, positions_of(threading.main_thread().ident or 0)
                 still_since = still_since if len(stood) == 1 and stood == before else clock.now
-                beat["still_s"] = clock.now - still_since
-            self._send("alive", **beat, **self._stalled)
+                beat = replace(beat, place=place, waits=waits, line=line, still_s=clock.now - still_since)
+                beat = replace(beat, device=self._stalled_device, collectives=self._collectives)
+            self._send(beat)
             if age_s > (pace.allowed_s or math.inf):  # after the heartbeat: a driver that hangs may block this thread
                 self._start_flight_record()
                 self._look_at_device(clock.now)
@@ -217,12 +215,12 @@ class Heartbeat:
         except RuntimeError:  # of CUDA, which the script also gets
             found = None
         if found is None:
-            self._stalled.pop("device", None)
+            self._stalled_device = None
             return
         step, does = self._step() + found[0], found[1]
-        if self._stalled.get("device", [])[:2] != [step, does]:
+        if self._stalled_device is None or self._stalled_device[:2] != (step, does):
             self._device_since = now
-        self._stalled["device"] = [step, does, now - self._device_since]
+        self._stalled_device = step, does, now - self._device_since
 
     def _explain_stacks(self) -> None:
         if time.monotonic() > self._stacks_at:
@@ -264,7 +262,7 @@ class Heartbeat:
             else:
                 from clusterddp.failures.hangs import outline  # only a hang needs it
 
-                self._stalled["collectives"] = outline(record)
+                self._collectives = outline(record)
                 write_atomically(self._flight_record, json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError, LookupError) as error:
             say(f"could not write torch's Flight Recorder trace: {error}")

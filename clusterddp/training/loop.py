@@ -21,6 +21,22 @@ from clusterddp.data.training_loader import MicroBatches
 from clusterddp.data.workers import close_workers
 from clusterddp.distributed.devices import Lead
 from clusterddp.errors import CheckpointError, LastSaveFailed, Stopped, Superseded
+from clusterddp.history.beginnings import NotRestored, NotUsed, Phase, Resumed, Training
+from clusterddp.history.event import Reported
+from clusterddp.history.steps import (
+    DeviceMemory,
+    Diverged,
+    GroupAdded,
+    MicrobatchingSkipped,
+    NotGiven,
+    Progress,
+    Result,
+    ShapesChanged,
+    ShortEpochs,
+    Stalled,
+    UnevenCalls,
+)
+from clusterddp.history.stops import Finishing, LeftLoop, Stopping
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.schemas import NOT_VALUES
@@ -61,7 +77,7 @@ class Services:
     heartbeat: Heartbeat
     times: StepTimes
     tracking: Tracking
-    report: Callable[..., None]
+    report: Callable[[Reported], None]
 
 
 class Run:
@@ -74,7 +90,7 @@ class Run:
         self._times, self._tracking, self._report_event = services.times, services.tracking, services.report
         self._loader, self._rng = given.loader, given.rng
         self._times.on_sample = InputWait(self._report, lambda: self.step, given.loader.workers).look
-        self._times.on_stall = lambda seconds: self._report("stalled", seconds=seconds)
+        self._times.on_stall = lambda seconds: self._report(Stalled(seconds=seconds))
         self._enter("restoring")
         self._state = RunState(given, self._seed, self._group)
         #: Whether all ranks take part in a save, because each has a state.
@@ -103,10 +119,10 @@ class Run:
         self._made = 0  # steps, in this attempt
         self._state.restore(self._saver.restore())
         for unused in self._state.unused:
-            self._report("not_used", **unused)
+            self._report(unused)
         if self._state.parent is None and given.warm_start is not None:
             for loaded in given.warm_start():
-                self._report("initialized", **loaded.fields())
+                self._report(loaded.event())
         self._enter("importing")
         control_channel.on_requests(
             control_channel.RunRequests(
@@ -253,7 +269,7 @@ class Run:
                 f"so run.epochs({count}) is {counted(steps, 'step')}. Reduce batch_size, or use run.steps()"
             )
             say(said)
-            self._report("short_epochs", step=self.step, explanation=said)
+            self._report(ShortEpochs(step=self.step, explanation=said))
         return self.steps(steps)
 
     def micro(self, batch: Any) -> Iterator[Any]:
@@ -305,7 +321,7 @@ class Run:
         if self._group.rank == 0:
             self._saver.log_outside(self.step, outside.take())
             result = {name: finite(logged.number(name, value)) for name, value in values.items()}
-            self._report("result", step=self.step, **result)
+            self._report(Result(step=self.step, others=result))
             if self._done and (best := self._best_metric) in values:
                 self._saver.log_best(self.step, float(logged.number(best, values[best])), self._content, last=True)
 
@@ -340,7 +356,7 @@ class Run:
             changed, unseen = not self._state.buffers.rewind(), self._optimizer_steps.unseen()
             marks = {"buffers_changed": changed, "unseen": unseen, "begun": begun}
             self._state.stopped_in_step = {name: True for name, true in marks.items() if true}
-        self._report("stopping", step=self.step, reason=reason)
+        self._report(Stopping(step=self.step, reason=reason))
         self._stop(self._commit(), reason)
 
     def _stop(self, committed: Committed, reason: str) -> NoReturn:
@@ -377,18 +393,18 @@ class Run:
             except Superseded as error:
                 self._agreement.request(str(error))
 
-    def _report(self, event: str, **values: Any) -> None:
+    def _report(self, event: Reported) -> None:
         """Adds an event to the history, by rank 0."""
         if self._group.rank == 0:
-            self._report_event(event, **values)
+            self._report_event(event)
 
     def _enter(self, phase: str) -> None:
-        self._report("phase", phase=phase)
+        self._report(Phase(phase=phase))
 
     def _total(self, total: int | None) -> int:
         if total is not None and self._job.steps not in (None, total) and not self._begun:
             because = "The script says"
-            self._report("not_used", what="steps", given=self._job.steps, used=total, because=because)
+            self._report(NotUsed(what="steps", given=self._job.steps, used=total, because=because))
         total = self._job.steps if total is None else total
         if total is None:
             raise TypeError("run.steps() needs a number of steps, because the job definition has no `steps`")
@@ -397,7 +413,7 @@ class Run:
         return int(total)
 
     def _begin(self, total: int) -> None:
-        self._report("progress", step=self.step, steps=total)
+        self._report(Progress(step=self.step, steps=total))
         if self._begun:
             return
         self._begun = True
@@ -406,10 +422,10 @@ class Run:
         self._saver.record_resume(self._state.parent)
         self._tracking.begin(self.step)
         if self._state.parent is None:
-            self._report("training", step=self.step)
+            self._report(Training(step=self.step))
         else:
             parent = {"attempt": self._state.parent[0], "step": self._state.parent[1]}
-            self._report("resumed", step=self.step, parent=parent, inexact=self._state.inexact)
+            self._report(Resumed(step=self.step, parent=parent, inexact=self._state.inexact))
 
     def _start_step(self) -> None:
         if self._rng == "step":
@@ -424,9 +440,7 @@ class Run:
 
     def _finish_step(self) -> None:
         if self._micro.end_step():
-            self._report(
-                "microbatching_skipped", step=self.step, samples=self._loader.share, most=self._loader.batch_size
-            )
+            self._report(MicrobatchingSkipped(step=self.step, samples=self._loader.share, most=self._loader.batch_size))
         step = self._state.step
         self._count_step()
         self._state.buffers.share()
@@ -440,7 +454,7 @@ class Run:
             self._report_forgotten(self._forgotten.end_step())
         if self._made == 1:
             if self._group.device.type == "cuda":
-                self._report("device_memory", bytes=torch.cuda.max_memory_reserved(self._group.device))
+                self._report(DeviceMemory(bytes=torch.cuda.max_memory_reserved(self._group.device)))
             self._group.shorten_timeout(self._job.timeouts.step_s)
             if self._saver.saves:
                 self._state.per_rank.gather()  # so that too large a state is refused now
@@ -468,13 +482,13 @@ class Run:
             self._tell_uneven(explanation_of_calls(uneven))
         if parts:
             say(explanation_of_divergence(parts))
-            self._report("diverged", step=self.step, parts=parts, explanation=explanation_of_divergence(parts))
+            self._report(Diverged(step=self.step, parts=parts, explanation=explanation_of_divergence(parts)))
 
     def _compare_attributes(self) -> None:
         """After the attempt's first step. Rank 0's modules are compared with the checkpoint's."""
         if self._group.rank == 0 and (differences := self._state.attributes.differences()):
             say(f"the resume is not bit-exact: {', '.join(differences)}. {EXPLANATION_OF_ATTRIBUTES}")
-            self._report("not_restored", step=self.step, inexact=differences)
+            self._report(NotRestored(step=self.step, inexact=differences))
 
     def _look_at_shapes(self, ask: bool = False) -> None:
         """``ask``: on rank 0, also what other ranks have seen."""
@@ -482,14 +496,14 @@ class Run:
         if self._saver.saves and (shapes.look() or (ask and shapes.ask())):
             said = exactness.explanation_of_shapes()
             say(said)
-            self._report("shapes_changed", step=self.step, explanation=said)
+            self._report(ShapesChanged(step=self.step, explanation=said))
 
     def _tell_uneven(self, words: str) -> None:
         """Only some ranks call ``run.every``. If all save together, they would wait for each other."""
         if self._together and self._best_metric:
             raise RuntimeError(words)
         say(words)
-        self._report("uneven_calls", step=self.step, explanation=words)
+        self._report(UnevenCalls(step=self.step, explanation=words))
 
     def _end_special(self, made: Step) -> None:
         """Handles what few steps have: an evaluation, the end."""
@@ -513,8 +527,8 @@ class Run:
             self._loader.gather()
             if self._saver.saves:
                 self._state.gather(before_step=self._making is not None)
-        if (near := self._state.per_rank.near_limit()) is not None:
-            self._report("per_rank_grows", step=self.step, **near)
+        if (near := self._state.per_rank.near_limit(self.step)) is not None:
+            self._report(near)
 
     def _commit(self, stop: Callable[[], str | None] | None = None) -> Committed:
         self._gather()
@@ -541,17 +555,17 @@ class Run:
             self._agreement.request(str(error))
 
     def _complete(self) -> None:
-        self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save
+        self._report(Finishing(step=self.step))  # until "progress", the supervisor lets this rank save
         committed = self._commit(lambda: self._agreement.reason)
         if self._saver.saves and committed.step != self.step:
             if committed.stop is not None:  # the next attempt repeats the steps since the newest checkpoint
-                self._report("stopping", step=self.step, reason=committed.stop)
+                self._report(Stopping(step=self.step, reason=committed.stop))
                 self._stop(committed, committed.stop)
             raise (LastSaveFailed if committed.disk else CheckpointError)(
                 f"all {self.step} steps are done, but the last checkpoint was not saved: {committed.problem}. Once "
                 "that is fixed, submit the run again. It repeats the steps since the newest checkpoint"
             )
-        self._report("progress", step=self.step, steps=self.step)
+        self._report(Progress(step=self.step, steps=self.step))
         self._enter("after_loop")
         self._done, self._left_unsaved = True, False
         rank_exit.training.complete_loop()
@@ -560,14 +574,14 @@ class Run:
         if names and self._group.rank == 0:
             said = forgotten.explanation(names)
             say(said)
-            self._report("not_given", step=self.step, explanation=said)
+            self._report(NotGiven(step=self.step, explanation=said))
 
     def _look_at_unreduced(self) -> None:
         """Reports modules in DDP with parameters that were unfrozen after ``ctx.wrap()``, on rank 0."""
         if self._group.world_size > 1 and (parts := self._state.divergence.unreduced()):
             said = explanation_of_unreduced(parts)
             say(said)
-            self._report("diverged", step=self.step, parts=parts, explanation=said)
+            self._report(Diverged(step=self.step, parts=parts, explanation=said))
 
     def _content(self) -> dict[str, Any]:
         self._look_at_shapes(ask=True)
@@ -589,7 +603,7 @@ class Run:
             self._left_unsaved = True
         self._making = None
         self._state.attributes.end_loop()
-        self._report("left_loop", step=self.step, steps=self._goal, by=by)
+        self._report(LeftLoop(step=self.step, steps=self._goal, by=by))
         self._enter("after_loop")
 
     def _note_group(self, optimizer: str) -> None:
@@ -600,7 +614,7 @@ class Run:
         )
         if self._group.rank == 0:
             say(said)
-        self._report("group_added", step=self.step, explanation=said)
+        self._report(GroupAdded(step=self.step, explanation=said))
 
     def _note_optimizer_step(self, optimizer: Any) -> None:
         """An optimizer has stepped: from now on, the state is the one after the current step."""

@@ -24,6 +24,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from clusterddp.history.event import Reported
+from clusterddp.history.steps import NotFinite, Tracker
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.tracking import wanted
 from clusterddp.process import module_command
@@ -64,7 +66,7 @@ class Metrics:
     #: The most steps whose lines wait for values; with more, training waits for the oldest.
     most_pending = 1000
 
-    def __init__(self, path: Path, attempt: int, report: Callable[..., None]) -> None:
+    def __init__(self, path: Path, attempt: int, report: Callable[[Reported], None]) -> None:
         drop_torn_line(path)
         self._path, self._attempt, self._report = path, attempt, report
         self._file = self._open()
@@ -198,7 +200,7 @@ class Metrics:
         if new := [name for name in texts if name not in self._not_finite]:
             self._not_finite.update(new)
             named = {name: texts[name] for name in new[:_MOST_NAMES]}
-            self._report("not_finite", step=step, metrics=named, count=len(new))
+            self._report(NotFinite(step=step, metrics=named, count=len(new)))
 
     def _reduced(self, line: _Line, values: dict[str, Any]) -> dict[str, Any]:
         if self.receiver is not None:
@@ -232,7 +234,9 @@ DONE_S, STOP_S, ERROR_S = 20.0, 3.0, 1.0
 class Tracking:
     """The trackers of a run. Its methods have no effect on ranks other than 0 and without a run directory."""
 
-    def __init__(self, directory: RunDirectory | None, job: Job, attempt: int, report: Callable[..., None]) -> None:
+    def __init__(
+        self, directory: RunDirectory | None, job: Job, attempt: int, report: Callable[[Reported], None]
+    ) -> None:
         self._directory, self._job, self._attempt, self._report = directory, job, attempt, report
         self._processes: list[_Process] = []
 
@@ -249,7 +253,7 @@ class Tracking:
                 self._processes.append(_Process(given, log, self._report))
             except OSError as error:
                 self._report(
-                    "tracker", tracker=TRACKERS[tracker].name, problem=f"gets no values in this attempt: {error}"
+                    Tracker(tracker=TRACKERS[tracker].name, problem=f"gets no values in this attempt: {error}")
                 )
 
     def committed(self, step: int) -> None:
@@ -277,7 +281,7 @@ class Tracking:
 class _Process:
     """The process of one tracker."""
 
-    def __init__(self, given: Mapping[str, Any], log: Any, report: Callable[..., None]) -> None:
+    def __init__(self, given: Mapping[str, Any], log: Any, report: Callable[[Reported], None]) -> None:
         self._tracker, self._report = TRACKERS[given["tracker"]].name, report
         command = [*module_command("clusterddp.trackers.follower"), json.dumps(given)]
         of_script = {name for tracker in TRACKERS.values() for name in tracker.variables_of_script}
@@ -311,7 +315,7 @@ class _Process:
             problem = f"did not receive all values in time. {then or 'The next attempt sends the rest'}"
             say(f"{self._tracker} {problem}")
             if then is not None:
-                self._report("tracker", tracker=self._tracker, problem=problem)
+                self._report(Tracker(tracker=self._tracker, problem=problem))
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -323,4 +327,4 @@ class _Process:
         assert self._process.stdout is not None
         with self._process.stdout as said:
             for line in said:
-                self._report("tracker", tracker=self._tracker, problem=line.decode(errors="replace").strip())
+                self._report(Tracker(tracker=self._tracker, problem=line.decode(errors="replace").strip()))

@@ -20,6 +20,8 @@ from clusterddp.checks.node import FAILED, OK, Check, failed, guarded
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import PreflightError
+from clusterddp.history.beginnings import Preflight
+from clusterddp.history.event import Reported
 from clusterddp.reporter import say
 from clusterddp.rundir.files import unlink, write_atomically
 from clusterddp.training.settings import Settings
@@ -126,9 +128,9 @@ def wrong_sum(read: Settings, wrong: int) -> str:
     return f"an all-reduce gave a wrong sum on all {wrong} ranks. {FEWER}"
 
 
-def run(read: Settings, group: ProcessGroup, report: Callable[..., None], before_s: float) -> None:
+def run(read: Settings, group: ProcessGroup, report: Callable[[Reported], None], before_s: float) -> None:
     """``check_ranks``, and its result for the history. ``before_s``: the seconds of ``check_node``."""
     started = time.monotonic() - before_s
     warnings = check_ranks(read, group)
     if read.ranks.rank == 0:
-        report("preflight", seconds=round(time.monotonic() - started, 3), warnings=warnings)
+        report(Preflight(seconds=round(time.monotonic() - started, 3), warnings=warnings))

@@ -29,6 +29,7 @@ from clusterddp.distributed.wrapping import (
     trained_parameters,
 )
 from clusterddp.errors import CheckpointError, CheckpointMismatch
+from clusterddp.history.beginnings import NotUsed
 from clusterddp.reporter import counted, say
 from clusterddp.training.exactness import CompiledShapes, Divergence, fingerprints
 from clusterddp.training.given_values import GivenValues
@@ -85,8 +86,8 @@ class RunState:
         self._values = values
         self.attributes = ModuleAttributes(parts)
         self._given = GivenValues(parts, loader.given, given.warm_start_files)
-        #: What the script gave and the checkpoint replaced, as fields of events.
-        self.unused: list[dict[str, Any]] = []
+        #: What the script gave and the checkpoint replaced.
+        self.unused: list[NotUsed] = []
         self.before = BeforeStep(parts if group.rank == 0 else {}, values, self.attributes)
         self.divergence = Divergence({**parts, "script_state": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)

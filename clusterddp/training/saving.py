@@ -22,8 +22,9 @@ from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
+from clusterddp.history import checkpoints as events
 from clusterddp.history.beginnings import Beginning
-from clusterddp.history.checkpoints import last_save_retried
+from clusterddp.history.event import Reported
 from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Checkpointing, Keep, best_metric
 from clusterddp.reporter import say
@@ -168,7 +169,7 @@ class Saver:
         directory: RunDirectory | None,
         attempt: int,
         group: ProcessGroup,
-        report: Callable[..., None],
+        report: Callable[[Reported], None],
         settings: Checkpointing,
     ) -> None:
         self._group, self._report, self._settings = group, report, settings
@@ -406,7 +407,7 @@ class Saver:
                 logged = ", ".join(sorted(self._logged))
                 say(f"no step has logged {best!r}, the metric of the best checkpoint. Logged so far: {logged}")
                 if complete:
-                    self._report("no_best", metric=best, logged=sorted(self._logged))
+                    self._report(events.NoBest(metric=best, logged=sorted(self._logged)))
             self._checkpoint_client.close()
             if clean:
                 self._checkpoint_client.free()
@@ -482,7 +483,7 @@ class Saver:
 
     def _report_deleted(self, step: int, deleted: Sequence[int]) -> None:
         if deleted:
-            self._report("room_made", step=step, deleted=list(deleted))
+            self._report(events.RoomMade(step=step, deleted=list(deleted)))
 
     def _take_answer(self, wait: bool = False) -> NotSaved | None:
         """Takes the writer's answer if the save under way is done. Returns why it failed, if it did."""
@@ -503,12 +504,13 @@ class Saver:
             self._stall_s, host_s = max(self._stall_s, self._checkpoint_client.copied_s), self._stall_s
             self._report_deleted(saved.step, saved.deleted)
             self._report(
-                "checkpoint",
-                step=saved.step,
-                blocked_s=round(max(self._stall_s, host_s + waited_s), 4),
-                durable_s=round(self.last_save_s, 4),
-                bytes=saved.bytes,
-                **({"best": self._new_best} if self._new_best else {}),
+                events.Checkpoint(
+                    step=saved.step,
+                    blocked_s=round(max(self._stall_s, host_s + waited_s), 4),
+                    durable_s=round(self.last_save_s, 4),
+                    bytes=saved.bytes,
+                    best=self._new_best or None,
+                )
             )
             self.on_commit(saved.step)
             if self._settings.auto:
@@ -535,8 +537,8 @@ class Saver:
         The state stays in memory meanwhile, and the other ranks wait. A stop that is requested leaves one more try.
         """
         step, folder = failed.step, str(self._directory.checkpoints)
-        say(last_save_retried(step, RETRIED_S, folder))
-        self._report("last_save_retried", step=step, seconds=RETRIED_S, folder=folder)
+        say(events.last_save_retried(step, RETRIED_S, folder))
+        self._report(events.LastSaveRetried(step=step, seconds=RETRIED_S, folder=folder))
         left: NotSaved | None = failed
         ends, pause_s = time.monotonic() + RETRIED_S, FIRST_PAUSE_S
         while left is not None and left.disk and time.monotonic() < ends and stop() is None:
@@ -557,15 +559,15 @@ class Saver:
         self._every_s = interval_s(self._stall_s, self.last_save_s, between_s)
         if not 0.5 < self._every_s / (self._said_s or 1e-9) < 2:
             self._said_s = self._every_s
-            values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
-            self._report("interval", step=step, **values)
+            every_s, stall_s = round(self._every_s, 1), round(self._stall_s, 4)
+            self._report(events.Interval(step=step, seconds=every_s, stall_s=stall_s, between_s=between_s))
 
     def _report_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
-        self._report("checkpoint_damaged", step=checkpoint.step, reason=reason)
+        self._report(events.CheckpointDamaged(step=checkpoint.step, reason=reason))
 
     def _say_failed(self, error: NotSaved) -> NotSaved:
         say(f"step {error.step} was not saved: {error}")
-        self._report("checkpoint_failed", step=error.step, reason=str(error))
+        self._report(events.CheckpointFailed(step=error.step, reason=str(error)))
         return error
 
 

@@ -26,6 +26,8 @@ from clusterddp import environment, protocol
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed.process_group import AttemptStore
 from clusterddp.errors import Stopped
+from clusterddp.history.checkpoints import NoSave, Saved
+from clusterddp.history.event import Reported
 from clusterddp.history.steps import NO_RANK
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import counted, say
@@ -126,7 +128,7 @@ class ScriptLoop:
         store: AttemptStore,
         agreement: Agreement,
         heartbeat: Heartbeat,
-        report: Callable[..., None],
+        report: Callable[[Reported], None],
         step_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._store, self._agreement = store.rank, store.store, agreement
@@ -172,11 +174,11 @@ class ScriptLoop:
             there = file.exists()
             if (file, there) != self._last_save:  # a script that catches Stopped calls this again
                 if not there:
-                    self._report("no_save", file=str(file))
+                    self._report(NoSave(file=str(file)))
                 elif self._items is None:
-                    self._report("saved", file=str(file))
+                    self._report(Saved(file=str(file)))
                 else:
-                    self._report("saved", file=str(file), items=self._items, written=file.stat().st_mtime)
+                    self._report(Saved(file=str(file), items=self._items, written=file.stat().st_mtime))
                 self._last_save = file, there
         reason = self._agreement.reason or "requested by the script"
         if self.run is not None:

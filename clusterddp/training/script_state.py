@@ -16,6 +16,7 @@ from clusterddp.checkpoint.state_copies import placed
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, CheckpointMismatch
+from clusterddp.history.checkpoints import PerRankGrows
 from clusterddp.reporter import counted
 
 #: What ``ctx.run()`` takes under one name.
@@ -220,12 +221,12 @@ class PerRank:
     def _note_size(self, size: int) -> None:
         self._bytes = size
 
-    def near_limit(self) -> dict[str, Any] | None:
-        """Names, bytes and the limit, once, when the states as last gathered take more than half of the limit."""
+    def near_limit(self, step: int) -> PerRankGrows | None:
+        """The event, once, when the states as last gathered take more than half of the limit."""
         if self._near_limit_reported or 2 * self._bytes <= self.most_bytes:
             return None
         self._near_limit_reported = True
-        return {"names": sorted(self._parts), "bytes": self._bytes, "limit": self.most_bytes}
+        return PerRankGrows(step=step, names=sorted(self._parts), bytes=self._bytes, limit=self.most_bytes)
 
     def progress(self) -> dict[str, Any]:
         """The states as last gathered, for a checkpoint."""

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.history.beginnings import Phase
+from clusterddp.history.steps import Apart, Stalled, StepsSeen
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import settings
@@ -58,7 +60,7 @@ class ScriptSteps:
         self._thread = threading.get_ident()
         self._times = step_times(_ddp_modules(), device, read.ranks.world_size)
         if self._rank == 0:
-            self._times.on_stall = lambda seconds: control_channel.report("stalled", seconds=seconds)
+            self._times.on_stall = lambda seconds: control_channel.report(Stalled(seconds=seconds))
         watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
         self.heartbeat = begin_heartbeat(read, read.attempt or 0, watched)
         self.heartbeat.timing = self._heartbeat_values
@@ -109,9 +111,9 @@ class ScriptSteps:
             if self._rank == 0:
                 size = 1 if self._group is None else self._group.size()
                 if size != self._world_size:
-                    control_channel.report("apart", ranks=self._world_size, group=size)
-                control_channel.report("steps_seen", **_output_sizes())
-                control_channel.report("phase", phase="training")
+                    control_channel.report(Apart(ranks=self._world_size, group=size))
+                control_channel.report(StepsSeen(out=_output_size(1), err=_output_size(2)))
+                control_channel.report(Phase(phase="training"))
 
     def _heartbeat_values(self) -> Mapping[str, Any]:
         """The figures as of ``ctx.run()``, without the phases that a step of the script is not divided into."""
@@ -142,14 +144,13 @@ def _group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def _output_sizes() -> dict[str, int]:
-    """The size of this rank's output files so far, in bytes. ``done: {log: ...}`` searches what follows."""
-    sizes: dict[str, int] = {}
-    for kind, descriptor in (("out", 1), ("err", 2)):
-        with suppress(OSError):  # the script has closed it
-            status = os.fstat(descriptor)
-            sizes |= {kind: status.st_size} if stat.S_ISREG(status.st_mode) else {}
-    return sizes
+def _output_size(descriptor: int) -> int | None:
+    """The size of an output file of this rank so far, in bytes. ``done: {log: ...}`` searches what follows."""
+    with suppress(OSError):  # the script has closed it
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size
+    return None
 
 
 def _ddp_modules() -> list[DistributedDataParallel]:

@@ -7,12 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from clusterddp import environment, protocol
 from clusterddp.distributed.process_group import AttemptStore, StoreAddress
+from clusterddp.history.beginnings import NotUsed
+from clusterddp.history.event import Reported
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.messages.reports import report_line
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, hold
 from clusterddp.rundir.run_directory import RunDirectory
@@ -36,7 +38,7 @@ class Settings:
     ``preflight``: whether the nodes are checked before training.
     ``recording``: what ``submit --check-resume`` records of each step, if it started this process.
     ``seed``: of the job definition, else of the script, else 0.
-    ``unused``: the arguments of ``init()`` that have no effect, as the fields of an event.
+    ``unused``: the arguments of ``init()`` that have no effect.
     ``device_memory``: bytes that an earlier attempt used on each GPU, if known.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
@@ -53,7 +55,7 @@ class Settings:
     preflight: bool = False
     recording: Recording | None = None
     device_memory: int | None = None
-    unused: Sequence[Mapping[str, str | int]] = ()
+    unused: Sequence[NotUsed] = ()
 
 
 def read(
@@ -98,7 +100,7 @@ def read(
         recording=Recording.parse(environ[protocol.CHECK_RESUME]) if protocol.CHECK_RESUME in environ else None,
         device_memory=int(environ[protocol.DEVICE_MEMORY]) if protocol.DEVICE_MEMORY in environ else None,
         unused=[
-            {"what": f"init({name}=...)", "given": given, "used": used, "because": "The job definition says"}
+            NotUsed(what=f"init({name}=...)", given=given, used=used, because="The job definition says")
             for name, given, used in arguments
             if given is not None and used is not None and given != used
         ],
@@ -144,14 +146,14 @@ class AttemptHistory:
                 store.store.set("attempt", str(self._directory.create_attempt()))
             self.number = int(store.store.get("attempt"))
 
-    def report(self, event: str, **values: Any) -> None:
+    def report(self, event: Reported) -> None:
         """Adds an event: through the supervisor, or by rank 0 if there is none."""
         if self.closed:
             return
-        control_channel.report(event, **values)
+        control_channel.report(event)
         if not control_channel.supervised() and self._rank == 0 and self._directory is not None:
-            line = {"time": time.time(), "attempt": self.number, "event": event, **values}
+            line = {"time": time.time(), "attempt": self.number, **report_line(event)}
             try:
                 append_line(self._directory.events_file, line)
             except OSError as error:
-                say(f"could not add {event!r} to the history: {error.strerror}")
+                say(f"could not add {event.name!r} to the history: {error.strerror}")

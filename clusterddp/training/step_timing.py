@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed import torch_patches
 from clusterddp.distributed.wrapping import ddp_modules
+from clusterddp.history.event import Reported
+from clusterddp.history.steps import WaitsForData
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.reporter import counted
 from clusterddp.rundir.timing import PHASES
@@ -428,7 +430,7 @@ class InputWait:
         workers: the number of workers that read for this rank.
     """
 
-    def __init__(self, report: Callable[..., None], step: Callable[[], int], workers: int) -> None:
+    def __init__(self, report: Callable[[Reported], None], step: Callable[[], int], workers: int) -> None:
         self._report, self._step, self._workers = report, step, workers
         #: The seconds of data and of all phases, at the last samples.
         self._totals: deque[tuple[float, float]] = deque(maxlen=SAMPLES + 1)
@@ -443,7 +445,7 @@ class InputWait:
         share = (data - data_before) / max(everything - all_before, 1e-9)
         if share > MOST:
             self._said = True
-            self._report("waits_for_data", step=self._step(), percent=round(100 * share), advice=self._advice())
+            self._report(WaitsForData(step=self._step(), percent=round(100 * share), advice=self._advice()))
 
     def _advice(self) -> str:
         cpus = len(os.sched_getaffinity(0))

@@ -25,7 +25,9 @@ from torch._C._distributed_c10d import Store
 
 from clusterddp.distributed.process_group import AttemptStore
 from clusterddp.errors import STOPPED, ClusterddpError
-from clusterddp.history.stops import HANDLER_REPLACED
+from clusterddp.history.event import Reported
+from clusterddp.history.stops import HANDLER_REPLACED, HandlerReplaced, Notified, Overdue, Signal
+from clusterddp.messages.reports import End, Left, Serving, record_of
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
 from clusterddp.worker import control_channel
@@ -139,7 +141,7 @@ class Agreement:
         watched: Store,
         rank: int,
         world_size: int,
-        report: Callable[..., None],
+        report: Callable[[Reported], None],
         on_request: Callable[[str], None],
     ) -> None:
         self.reason: str | None = None
@@ -166,7 +168,7 @@ class Agreement:
 
     def on_notice(self, reason: str) -> None:
         """Handles the supervisor's notice to stop. Any thread. Does not wait for the store."""
-        self._report("notified", reason=reason)
+        self._report(Notified(reason=reason))
         threading.Thread(target=self._ask, args=(reason,), name="notice", daemon=True).start()
 
     def boundary(self) -> bool:
@@ -227,7 +229,7 @@ class Agreement:
 
     def _on_signal(self, number: signal.Signals) -> None:
         name = number.name.removeprefix("SIG")
-        self._report("signal", signal=name)
+        self._report(Signal(signal=name))
         self._ask(f"signal {name}")
 
     def _ask(self, reason: str) -> None:
@@ -265,7 +267,7 @@ def open_store(settings: Settings) -> AttemptStore:
     """Joins the store of this attempt, once rank 0 has opened it."""
     return AttemptStore(
         *(settings.ranks, settings.store, settings.job.timeouts.start_s),
-        on_open=lambda: control_channel.report("serving"),
+        on_open=lambda: control_channel.report(Serving()),
         await_open=control_channel.await_store,
     )
 
@@ -274,7 +276,7 @@ class Stopping:
     """From now on, stop signals and notices are requests to stop all ranks. Made once all ranks have joined. Before, a
     rank has no state to save, and TERM ends it at once."""
 
-    def __init__(self, settings: Settings, store: AttemptStore, report: Callable[..., None]) -> None:
+    def __init__(self, settings: Settings, store: AttemptStore, report: Callable[[Reported], None]) -> None:
         self._settings, self._rank, self._report = settings, store.rank, report
         #: Set once there is a run to save.
         self.saver: Saver | None = None
@@ -301,21 +303,21 @@ class Stopping:
         name, of_script = number.name.removeprefix("SIG"), described(handler)
         say(HANDLER_REPLACED.format(signal=name, handler=of_script))
         if self._rank == 0:
-            self._report("handler_replaced", signal=name, handler=of_script)
+            self._report(HandlerReplaced(signal=name, handler=of_script))
 
     def _exit_with_newest(self, waited_s: float) -> None:
         """Ends this rank, and thereby all, if the ranks did not stop in time, with what is saved or being saved."""
         assert self.saver is not None
         words = f"the step did not end within {waited_s:.0f} s of the stop request"
-        self._report("overdue", seconds=round(waited_s, 1))
+        self._report(Overdue(seconds=round(waited_s, 1)))
         say(f"{words}. Stacks of this rank:")
         faulthandler.dump_traceback(all_threads=True)
         try:
             committed = self.saver.finish_newest()
             say("exiting without a checkpoint" if committed is None else f"exiting with checkpoint {committed}")
             if self._settings.attempt is not None and self._settings.run_dir is not None:
-                record = {"rank": 0, "host": socket.gethostname(), "end": "stopped", "step": committed, "reason": words}
+                left = Left(socket.gethostname(), End.STOPPED, step=committed, reason=words, used_clusterddp=True)
                 path = self._settings.run_dir.rank_record(self._settings.attempt, 0)
-                write_json(path, {**record, "used_clusterddp": True}, mode=0o600)
+                write_json(path, record_of(left, 0), mode=0o600)
         finally:
             os._exit(STOPPED)  # for any code other than 0, the supervisor or the launcher ends the other ranks

@@ -15,6 +15,7 @@ from clusterddp.checkpoint.state_dict import load_state, recast_parameters, stat
 from clusterddp.checkpoint.transfer import broadcast
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, CheckpointMismatch
+from clusterddp.history.beginnings import Initialized
 from clusterddp.reporter import counted, say
 
 #: The file for the model, or a file for each part by name.
@@ -32,10 +33,10 @@ class Loaded:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of the event in the history, with very long lists cut."""
+    def event(self) -> Initialized:
+        """The event in the history, with very long lists cut."""
         missing, unexpected = self.missing[:_RECORDED], self.unexpected[:_RECORDED]
-        return {"part": self.part, "file": self.file, "missing": missing, "unexpected": unexpected}
+        return Initialized(part=self.part, file=self.file, missing=missing, unexpected=unexpected)
 
 
 def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: ProcessGroup) -> list[Loaded]:

@@ -116,7 +116,9 @@ def _report(name: str | None, pid: int, code: int) -> None:
     global _reported
     if name is not None and _reported < MOST_REPORTED:
         _reported += 1
-        control_channel.report("child_died", process=name, pid=pid, code=code)
+        from clusterddp.history.steps import ChildDied  # few scripts need it
+
+        control_channel.report(ChildDied(process=name, pid=pid, code=code))
 
 
 def _name_of(popen: Any) -> str | None:

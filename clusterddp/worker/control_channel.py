@@ -36,9 +36,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from clusterddp import protocol
-from clusterddp.codec import Misfit
+from clusterddp.codec import Misfit, plain
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.messages.orders import Commit, Leave, Order, read_order
+from clusterddp.messages.reports import Committing, Report, report_line
 from clusterddp.reporter import say
 
 #: Maximum size of a message in bytes. The sender truncates or drops a longer one, and the receiver skips it. The
@@ -239,7 +240,7 @@ class ControlChannel:
         while not is_certain() and not self._unreachable.is_set():
             if (now := time.monotonic()) >= ask_at:
                 ask_at, pause_s = now + pause_s, min(2 * pause_s, _LONGEST_ASK_AGAIN_S)
-                self.send("committing", question=self._questions, step=step)
+                self.send(Committing(question=self._questions, step=step))
             with suppress(Empty):
                 answer = self._answers.get(timeout=_ANSWER_POLL_S)
                 if answer.question == self._questions:
@@ -255,9 +256,9 @@ class ControlChannel:
         self._closed = True
         self._connection.close()
 
-    def send(self, event: str, **values: Any) -> None:
-        """Reports an event. Ignores errors, because training continues without a supervisor."""
-        if (line := _short_line({"event": event, **values})) is None:
+    def send(self, report: Report) -> None:
+        """Ignores errors, because training continues without a supervisor."""
+        if (line := _short_line(report_line(report))) is None:
             return
         with self._lock, suppress(OSError):
             self._last.append(line)
@@ -280,10 +281,10 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def report(event: str, **values: Any) -> None:
-    """Reports an event to the supervisor, if there is one."""
+def report(what: Report) -> None:
+    """Reports this to the supervisor, if there is one."""
     if current is not None:
-        current.send(event, **values)
+        current.send(what)
 
 
 def supervised() -> bool:
@@ -354,7 +355,7 @@ def _short_line(message: Mapping[str, Any]) -> bytes | None:
 
 def encoded(message: Mapping[str, Any]) -> bytes:
     """A message as one line."""
-    return (json.dumps(message) + "\n").encode()
+    return (json.dumps(message, default=plain) + "\n").encode()
 
 
 def clip(text: str, longest: int) -> str:

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from clusterddp import protocol
 from clusterddp.environment import RankEnvironment
+from clusterddp.messages import reports
 from clusterddp.process import cpu_ticks
 
 #: Xids that mean a fault of the GPU, its memory or its links, and count against the node.
@@ -225,7 +225,7 @@ class GpuWatch:
     def __init__(
         self,
         find: Callable[[], list[Gpu]],
-        report: Callable[..., None],
+        report: Callable[[reports.Report], None],
         node: str,
         first_s: float = 10.0,
         every_s: float = 60.0,
@@ -250,7 +250,7 @@ class GpuWatch:
                 self._changed.wait()
                 self._changed.clear()
         except GpuLost as error:
-            self._report("gpu_fault", host=self._node, what=str(error), hardware=True)
+            self._report_fault(str(error), True)
 
     def _watch_these(self) -> None:
         """Until the GPUs change."""
@@ -266,34 +266,41 @@ class GpuWatch:
                     busy.append(percent)
                 throttled.append(100.0 * bool(gpu.throttles()))
             if time.monotonic() >= due:
-                self._report("gpu", figures=self._figures(busy, throttled))
+                self._report(reports.Gpu(figures=self._figures(busy, throttled)))
                 due, busy, throttled = time.monotonic() + self._every_s, [], []
 
     def _tell(self, number: int | None, xid: int) -> None:
         what = HARDWARE.get(xid) or OF_KERNELS.get(xid) or "see NVIDIA's list of Xids"
-        self._report("gpu_fault", host=self._node, gpu=number, xid=xid, what=what, hardware=xid in HARDWARE)
+        self._report_fault(what, xid in HARDWARE, number, xid)
 
-    def _figures(self, busy: Sequence[float], throttled: Sequence[float]) -> list[int | None]:
+    def _report_fault(self, what: str, hardware: bool, gpu: int | None = None, xid: int | None = None) -> None:
+        from clusterddp.history.failures import GpuFault  # few runs need it
+
+        self._report(GpuFault(host=self._node, what=what, hardware=hardware, gpu=gpu, xid=xid))
+
+    def _figures(self, busy: Sequence[float], throttled: Sequence[float]) -> reports.Figures:
         """Those of ``rundir/timing.py``'s GPU_FIGURES."""
         memory, watts, celsius, errors = (
             [value for gpu in self.gpus if (value := ask(gpu)) is not None]
             for ask in (Gpu.memory, Gpu.watts, Gpu.celsius, Gpu.memory_errors)
         )
-        return [
-            round(mean(busy)) if busy else None,
+        return (
+            round(sum(busy) / len(busy)) if busy else None,
             max(memory, default=None),
-            round(mean(watts)) if watts else None,
+            round(sum(watts) / len(watts)) if watts else None,
             max(celsius, default=None),
-            round(mean(throttled)),
+            round(sum(throttled) / len(throttled)),
             sum(errors) if errors else None,
-        ]
+        )
 
 
 #: That of this process, if its job uses GPUs.
 current: GpuWatch | None = None
 
 
-def start(environ: Mapping[str, str], ranks: RankEnvironment, report: Callable[..., None], node: str) -> None:
+def start(
+    environ: Mapping[str, str], ranks: RankEnvironment, report: Callable[[reports.Report], None], node: str
+) -> None:
     """Begins to watch this rank's GPUs, if the package is installed."""
     global current
     if importlib.util.find_spec("pynvml") is not None:

@@ -21,8 +21,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +41,7 @@ from clusterddp.errors import (
     StoppedAlone,
 )
 from clusterddp.failures.stack_traces import main_thread_stack, stacks, write_stacks
+from clusterddp.history.stops import Notified, Signal
 from clusterddp.messages.orders import (
     Commit,
     Connect,
@@ -53,12 +55,12 @@ from clusterddp.messages.orders import (
     Stop,
     WriteStacks,
 )
+from clusterddp.messages.reports import End, Left, Made, Saving, record_of
 from clusterddp.process import at_exit, collect_rarely, die_with_parent, module_command, this_process
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.registry import TRACKERS
 from clusterddp.worker import (
     children,
     code_paths,
@@ -78,6 +80,7 @@ from clusterddp.worker.signals import ScriptSignal
 #: A rank that uses clusterddp has imported this module, or runs a launched function.
 SCRIPT_LOOP = "clusterddp.training.script_loop"
 USING_CLUSTERDDP = {SCRIPT_LOOP, "clusterddp.worker.function"}
+HOST = socket.gethostname()
 JOIN_TIMEOUT_S = 600.0
 #: The variables without which a rank cannot reach its supervisor.
 _NEEDED = (protocol.LAUNCHER, protocol.RUN_DIR, protocol.ATTEMPT, protocol.SUPERVISOR, protocol.TOKEN)
@@ -116,26 +119,26 @@ def main() -> None:
         sys.exit(1)
     ranks = environment.read(os.environ)
     record = run.rank_record(int(os.environ[protocol.ATTEMPT]), ranks.rank)
-    end: dict[str, Any] = {"rank": ranks.rank, "host": socket.gethostname(), "started": started}
+    end = Ending(record, ranks.rank, started)
     if _notified():
-        _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before the script started"}, 0)
+        end.exit(left(End.STOPPED, reason="stop signal before the script started"), 0)
     try:
         named_interface()
     except LauncherEnvironmentError as error:
-        _exit_with_record(record, {**end, **_raised(error)}, 1)
+        end.exit(_raised(error), 1)
     try:
         held_port = join(ranks)
     except ClusterddpError as error:
         say(str(error))
-        _exit_with_record(record, {**end, "end": "lost", "error": str(error)}, 1)
+        end.exit(left(End.LOST, error=str(error)), 1)
     if (channel := control_channel.current) is None:
-        _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
-    channel.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(channel, order, end))
+        end.exit(left(End.STOPPED, reason="stop signal before all ranks had joined"), 0)
+    channel.listen(lambda: exit_if_superseded(run, end), lambda order: obey(channel, order))
     if os.environ[protocol.DEVICE] == "cuda":
-        gpus.start(dict(os.environ), ranks, channel.send, end["host"])
+        gpus.start(dict(os.environ), ranks, channel.send, HOST)
     _let_signals_through(os.environ.get(protocol.STOP_SIGNAL))
     at_exit(rank_exit.end_daemonic)
-    Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
+    Stopped.on_raised = lambda stopped: _bound_stop(end, stopped)
     code_paths.use_snapshot()
     attempt = int(os.environ[protocol.ATTEMPT])
     script_saves.sweep(run, attempt)
@@ -146,8 +149,11 @@ def main() -> None:
         optimizer_hook.watch_optimizers(run.child_step_file(attempt).absolute())
     children.watch()
     spawned_children.prepare_children(str(run), attempt, protect=protects, steps=sees)
-    for tracker in os.environ[protocol.TRACKERS].split():
-        os.environ.update(TRACKERS[tracker].variables(run, ranks.rank, os.environ))
+    if trackers := os.environ[protocol.TRACKERS].split():
+        from clusterddp.trackers.registry import TRACKERS
+
+        for tracker in trackers:
+            os.environ.update(TRACKERS[tracker].variables(run, ranks.rank, os.environ))
     collect_rarely()
     if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
         _debug(run, ranks.rank)
@@ -156,22 +162,61 @@ def main() -> None:
         command = hydra_command(command, run)
     keep_place_after_exec(command)
     if ranks.rank == 0:
-        control_channel.report("phase", phase="importing")
+        _enter("importing")
         resume_watch.begin(os.environ)
     values, code = run_script(command)
     if rank_exit.training.loop is not None:  # the script's loop ended early, at this step
-        values = {"step": rank_exit.training.loop.step(), **values}
+        values = replace(values, step=rank_exit.training.loop.step())
     if os.getpid() != process:
         rank_exit.finish_child(code)
-    is_done = values["end"] == "done"
+    is_done = values.end is End.DONE
     if is_done and not _used_clusterddp():
         children.wait_for_trainers(run.child_step_file(attempt), rank_exit.EXIT_GRACE_S)
     if resume_watch.end(trained=is_done, stepped=False) and is_done and protocol.SAVED in os.environ:
-        values["read_saved"] = True
-    if "torch" not in sys.modules:
-        values["without_torch"] = True
+        values = replace(values, read_saved=True)
     del held_port
-    _exit_with_record(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
+    end.exit(replace(values, without_torch="torch" not in sys.modules, used_clusterddp=_used_clusterddp()), code)
+
+
+def left(end: End, **fields: Any) -> Left:
+    """How this rank ends."""
+    return Left(HOST, end, **fields)
+
+
+class Ending:
+    """The end of this rank, which is reported and recorded once. ``record``: its file."""
+
+    def __init__(self, record: Path, rank: int, started: float) -> None:
+        self._record, self.rank, self._started = record, rank, started
+        self._once = threading.Lock()
+
+    def exit(self, how: Left, code: int) -> NoReturn:
+        """Records the end and exits. After a failure, does not wait for threads or the process group."""
+        self.record(how)
+        if code == 0:
+            rank_exit.finish(0, stopped=how.end is End.STOPPED)
+        rank_exit.fail(code)
+
+    def record(self, how: Left) -> None:
+        """Reports the end to the supervisor and writes it to a file, unless another one was."""
+        if not self._once.acquire(blocking=False):
+            return
+        if self.rank == 0:
+            _enter("ending")
+        control_channel.report(how)  # before the file, as the order of failures counts
+        try:
+            write_json(
+                self._record, {**record_of(how, self.rank), "started": self._started, "ended": time.time()}, mode=0o600
+            )
+        except OSError as error:
+            say(f"could not record the end of rank {self.rank}: {error}")
+
+
+def _enter(phase: str) -> None:
+    """Rank 0 begins a phase."""
+    from clusterddp.history.beginnings import Phase  # only rank 0 needs it
+
+    control_channel.report(Phase(phase=phase))
 
 
 def _debug(run: RunDirectory, rank: int) -> None:
@@ -312,7 +357,7 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     return held
 
 
-def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> NoReturn:
+def exit_if_superseded(run: RunDirectory, end: Ending) -> NoReturn:
     """Waits until a newer attempt of the run exists, then ends this rank.
 
     For a rank whose supervisor has exited or is unreachable. The rank may wait in a collective for ranks that no longer
@@ -326,12 +371,12 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
                 break
         time.sleep(FENCE_S)
     words = f"attempt {own} was superseded by attempt {run.newest_attempt()}"
-    say(f"{words}. Rank {end['rank']} exits without writing")
-    _record(record, {**end, "end": "superseded", "reason": words})
+    say(f"{words}. Rank {end.rank} exits without writing")
+    end.record(left(End.SUPERSEDED, reason=words))
     rank_exit.exit_now(1)  # without the script's exit handlers, which may write to files that the newer attempt uses
 
 
-def obey(channel: ControlChannel, order: Order, end: Mapping[str, Any]) -> None:
+def obey(channel: ControlChannel, order: Order) -> None:
     """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, count its steps,
     commit, report or write stacks, write torch's flight record, or exit at once. Works even if the main thread hangs.
 
@@ -347,20 +392,19 @@ def obey(channel: ControlChannel, order: Order, end: Mapping[str, Any]) -> None:
         case WriteStacks():
             write_stacks(order.seconds)
         case SendStacks():  # in a separate thread, so that orders that follow do not wait for it
-            _in_thread(lambda: channel.send("stacks", request=order.request, **stacks()), "stacks")
+            _in_thread(lambda: channel.send(stacks(order.request)), "stacks")
         case Explain():
-            _in_thread(lambda: _explain(channel, order, end["host"]), "facts")
+            _in_thread(lambda: _explain(channel, order), "facts")
         case Save():
             _save(channel, order)
         case CountSteps() if channel.steps_made is not None:
-            channel.send("made", question=order.question, step=channel.steps_made())
+            channel.send(Made(question=order.question, step=channel.steps_made()))
         case Commit():
             channel.answer(order)
         case Leave() if _used_clusterddp():
             say_unlocked(f"exiting, because {order.why}")
             where = _short(main_thread_stack(), LONGEST_TRACEBACK)
-            dismissed = {"end": "dismissed", "error": order.why, "traceback": where, "used_clusterddp": True}
-            channel.send("left", **{**end, **dismissed})
+            channel.send(left(End.DISMISSED, error=order.why, traceback=where, used_clusterddp=True))
             # In a separate thread, because an exit handler may need an answer of the supervisor.
             _in_thread(lambda: rank_exit.fail(1, rank_exit.DISMISSAL_GRACE_S), "exit")
 
@@ -369,18 +413,21 @@ def _in_thread(work: Callable[[], None], name: str) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
-def _explain(channel: ControlChannel, order: Explain, host: str) -> None:
+def _explain(channel: ControlChannel, order: Explain) -> None:
     """Reports what may make this rank slow."""
-    channel.send("slow_node", host=host, ratio=order.ratio, seconds=order.seconds, facts=gpus.node_facts(gpus.current))
+    from clusterddp.history.failures import SlowNode  # few runs need it
+
+    facts = gpus.node_facts(gpus.current)
+    channel.send(SlowNode(host=HOST, ratio=order.ratio, seconds=order.seconds, facts=facts))
 
 
 def _save(channel: ControlChannel, order: Save) -> None:
     """Has the next step boundary save. The answer comes first, because it must precede the checkpoint's report."""
     if (run := channel.run) is None:
-        channel.send("saving", request=order.request)
+        channel.send(Saving(request=order.request))
         return
     step, committed = run.progress()
-    channel.send("saving", request=order.request, step=step, committed=committed)
+    channel.send(Saving(request=order.request, step=step, committed=committed))
     if committed != step:
         run.save()
 
@@ -394,7 +441,7 @@ def _used_clusterddp() -> bool:
     return bool(USING_CLUSTERDDP & sys.modules.keys())
 
 
-def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
+def run_script(command: list[str]) -> tuple[Left, int]:
     """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code.
 
     ``supervisor/verdict.py`` judges how the ranks ended, and takes the run's exit code from that (``exit_code``: only
@@ -413,7 +460,7 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     except Stopped as stopped:
         return _stopped(stopped)
     except Declined as declined:
-        return {"end": "declined", "error": str(declined)}, 1
+        return left(End.DECLINED, error=str(declined)), 1
     except SystemExit as leaving:
         return _exited(leaving)
     except BaseException as error:
@@ -421,13 +468,12 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     return _done()
 
 
-def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
-    code = STOPPED if isinstance(stopped, StoppedAlone) else 0
-    alone = {"alone": True} if isinstance(stopped, StoppedAlone) else {}
-    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason, **alone}, code
+def _stopped(stopped: Stopped) -> tuple[Left, int]:
+    alone = isinstance(stopped, StoppedAlone)
+    return left(End.STOPPED, step=stopped.step, reason=stopped.reason, alone=alone), STOPPED if alone else 0
 
 
-def _done() -> tuple[dict[str, Any], int]:
+def _done() -> tuple[Left, int]:
     """The script returned. It is not done if it caught Stopped (as a bare ``except:`` does) or had to stop.
 
     After ``break`` it is done, unless the supervisor has a reason to stop.
@@ -437,15 +483,15 @@ def _done() -> tuple[dict[str, Any], int]:
         return _stopped(Stopped.latest)
     if rank_exit.training.stop_reason is not None:
         say("the script exited without requeue() after stop_requested() was true. The run is stopped, not completed")
-        return {"end": "stopped", "reason": rank_exit.training.stop_reason}, 0
+        return left(End.STOPPED, reason=rank_exit.training.stop_reason), 0
     if _terminated:
-        return {"end": "stopped", "reason": f"exited with code 0 after {_terminated}"}, 0
+        return left(End.STOPPED, reason=f"exited with code 0 after {_terminated}"), 0
     if signals.of_script is not None and signals.of_script.delivered:
-        return {"end": "stopped", "reason": f"exited with code 0 after {signals.of_script.number.name}"}, 0
-    return {"end": "done", "left_loop": rank_exit.training.loop is not None}, 0
+        return left(End.STOPPED, reason=f"exited with code 0 after {signals.of_script.number.name}"), 0
+    return left(End.DONE, left_loop=rank_exit.training.loop is not None), 0
 
 
-def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
+def _exited(leaving: SystemExit) -> tuple[Left, int]:
     if leaving.code is None or leaving.code == 0:
         loop = rank_exit.training.loop
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
@@ -453,16 +499,16 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
             where = f"exited with code 0 inside its training loop, after step {loop.step()} of {loop.steps}"
             remedy = "To end training early, use run.finish() or break"
             say(f"the script {where}. The run does not count as completed. {remedy}")
-            return {"end": "unfinished", "error": where}, 0
+            return left(End.UNFINISHED, error=where), 0
         return _done()
     if isinstance(leaving.code, int):  # includes True; the system takes 8 bits of a larger number, which may all be 0
         code = leaving.code & 0xFF or 1
-        return {"end": "exit", "exit_code": code}, code
+        return left(End.EXIT, exit_code=code), code
     show(str(leaving.code))  # as Python does
-    return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
+    return left(End.EXIT, exit_code=1, error=_short(str(leaving.code), LONGEST_ERROR)), 1
 
 
-def _raised(error: BaseException) -> dict[str, Any]:
+def _raised(error: BaseException) -> Left:
     """Prints the traceback as Python would, starting at the script's own frames, and returns its record."""
     inner = error.__traceback__
     while inner is not None and _below_the_script(inner.tb_frame.f_code.co_filename):
@@ -480,10 +526,13 @@ def _raised(error: BaseException) -> dict[str, Any]:
     except Exception:  # in the error's __str__; as traceback prints it
         message = f"{type(error).__name__}: <exception str() failed>"
     text = "".join(traceback.format_exception(error))
-    record = {"end": "exception", "error": _short(message, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
-    if isinstance(error, DeviceError) and error.lacks_gpus:
-        return {**record, "lacks_gpus": True}
-    return {**record, "final": True} if isinstance(error, (CheckpointMismatch, LastSaveFailed)) else record
+    return left(
+        End.EXCEPTION,
+        error=_short(message, LONGEST_ERROR),
+        traceback=_short(text, LONGEST_TRACEBACK),
+        lacks_gpus=isinstance(error, DeviceError) and error.lacks_gpus,
+        final=isinstance(error, (CheckpointMismatch, LastSaveFailed)),
+    )
 
 
 def _short(text: str, longest: int) -> str:
@@ -501,36 +550,11 @@ def _below_the_script(file: str) -> bool:
     return file in ours or file.endswith("/submitit/core/utils.py")
 
 
-def _exit_with_record(record: Path, end: dict[str, Any], code: int) -> NoReturn:
-    """Records the end and exits. After a failure, does not wait for threads or the process group."""
-    _record(record, end)
-    if code == 0:
-        rank_exit.finish(0, stopped=end["end"] == "stopped")
-    rank_exit.fail(code)
-
-
-def _bound_stop(record: Path, end: dict[str, Any], stopped: Stopped) -> None:
+def _bound_stop(end: Ending, stopped: Stopped) -> None:
     """Limits the time that the script may take to exit after a stop, because its nodes are needed."""
-    values, code = _stopped(stopped)
-    known = {**end, **values, "used_clusterddp": True}
-    rank_exit.exit_within(rank_exit.STOP_GRACE_S, "the stop", code, lambda: _record(record, known))
-
-
-_recorded = threading.Lock()
-
-
-def _record(record: Path, end: dict[str, Any]) -> None:
-    """Reports the end to the supervisor and writes it to a file, once."""
-    if not _recorded.acquire(blocking=False):
-        return
-    end = {**end, "ended": time.time()}
-    if end["rank"] == 0:
-        control_channel.report("phase", phase="ending")
-    control_channel.report("left", **end)  # before the file, as the order of failures counts
-    try:
-        write_json(record, end, mode=0o600)
-    except OSError as error:
-        say(f"could not record the end of rank {end['rank']}: {error}")
+    how, code = _stopped(stopped)
+    known = replace(how, used_clusterddp=True)
+    rank_exit.exit_within(rank_exit.STOP_GRACE_S, "the stop", code, lambda: end.record(known))
 
 
 def _notified() -> bool:
@@ -547,10 +571,10 @@ def _let_signals_through(stop_signal: str | None) -> None:
     """
     if stop_signal and control_channel.supervised():
         report = control_channel.report
-        expected = ScriptSignal(stop_signal, lambda seen: report("signal", signal=seen.name.removeprefix("SIG")))
+        expected = ScriptSignal(stop_signal, lambda seen: report(Signal(signal=seen.name.removeprefix("SIG"))))
 
         def told(reason: str) -> None:
-            control_channel.report("notified", reason=reason)
+            control_channel.report(Notified(reason=reason))
             expected.send()
 
         control_channel.on_stop(told)
@@ -575,7 +599,7 @@ def _terminate(reason: str) -> None:
     global _terminated
     missed = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and reason != protocol.TIME_LIMIT
     if missed or reason in protocol.REQUESTED_STOPS:
-        control_channel.report("notified", reason=reason)
+        control_channel.report(Notified(reason=reason))
         _terminated = reason
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -11,9 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp import protocol
 from clusterddp.worker import control_channel
+
+if TYPE_CHECKING:
+    from clusterddp.history.beginnings import NotRead, OwnCheckpointRead
 
 #: linux/inotify.h: a file, or a file in a watched folder, is read, closed after a write, closed otherwise, or opened.
 #: Events were lost. The event is of a folder, as at a listing.
@@ -89,19 +93,23 @@ class ResumeWatch:
 
     def report_read(self, path: str) -> None:
         """Reports once that the script has read ``path``, also after ``report_unread``."""
-        self._report("own_checkpoint_read", path)
+        from clusterddp.history.beginnings import OwnCheckpointRead
+
+        self._report(OwnCheckpointRead(file=path))
 
     def report_unread(self) -> None:
         """Reports once that the script has not read ``path``, unless it has. The watch is late from now on."""
         self.late = True
-        self._report("not_read", self.path)
+        from clusterddp.history.beginnings import NotRead
 
-    def _report(self, name: str, path: str) -> None:
+        self._report(NotRead(file=self.path))
+
+    def _report(self, event: OwnCheckpointRead | NotRead) -> None:
         with self._lock:
-            if self._reported in (name, "own_checkpoint_read"):
+            if self._reported in (event.name, "own_checkpoint_read"):
                 return
-            self._reported = name
-        control_channel.report(name, file=path)
+            self._reported = event.name
+        control_channel.report(event)
 
     def begin(self) -> None:
         """Reports it as soon as ``path`` is read, from a thread, as a stop may kill this process before it ends."""

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from clusterddp.import_hooks import when_imported
+from clusterddp.messages.reports import Wrote
 from clusterddp.protocol import SAVING
 from clusterddp.reporter import say
 from clusterddp.rundir.files import fsync_directory, link_target, names_in, symlink, unlink
@@ -108,7 +109,7 @@ def _report(target: Path) -> None:
     kind = target.parent, target.suffix
     if kind not in _this.reported and len(_this.reported) < MOST_REPORTED:
         _this.reported.add(kind)
-        control_channel.report("wrote", file=str(target))
+        control_channel.report(Wrote(file=str(target)))
 
 
 def _replaceable(path: Any) -> Path | None:

@@ -124,7 +124,7 @@ def _check_outcome(promised: Promised, found: dict[str, Any] | None) -> None:
 def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised) -> None:
     """A new attempt finds the newest checkpoint, whole, with all metrics before it, and saves the next."""
     damaged: list[str] = []
-    saver = saver_of(run, number, lambda event, **values: damaged.append(values["reason"]))
+    saver = saver_of(run, number, lambda event: damaged.append(str(event)))
     try:
         found = saver.restore()
         assert not damaged, damaged

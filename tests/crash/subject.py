@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from clusterddp.history.beginnings import Resumed, Started
+from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
 from clusterddp.history.ends import Completed, Failed
-from clusterddp.history.event import Event
+from clusterddp.history.event import Event, Reported
 from clusterddp.jobdef.job import Checkpointing, Keep
 from clusterddp.rundir.files import remove, write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
@@ -35,7 +36,6 @@ from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
 from clusterddp.training.logged_values import Logged
 from clusterddp.training.saving import Saver
-from tests.histories import event_of
 
 STEPS_PER_SAVE = 4
 #: Per attempt: how many saves, and how many checkpoints it keeps. Attempt 0 makes a first, a second and a pruning save;
@@ -133,17 +133,17 @@ class Story:
         saves, keep = ATTEMPTS[number]
         heard: list[str] = []
 
-        def report(event: str, **values: Any) -> None:
-            heard.append(event)
-            if event == "checkpoint":
-                self.promise(saved=values["step"])
-                values = {"step": values["step"], "blocked_s": 0.0, "durable_s": 0.0, "bytes": 1}
-            elif event == "checkpoint_failed":
-                self.promise(not_saved=values["step"], reason=values["reason"])
+        def report(event: Reported) -> None:
+            heard.append(event.name)
+            if isinstance(event, Checkpoint):
+                self.promise(saved=event.step)
+                event = Checkpoint(step=event.step, blocked_s=0.0, durable_s=0.0, bytes=1)
+            elif isinstance(event, CheckpointFailed):
+                self.promise(not_saved=event.step, reason=event.reason)
                 if self._once:
                     self._once = False
                     self._stop("let go")
-            self._event(history, event_of({"event": event, **values}))
+            self._event(history, event)
 
         saver = self._saver = saver_of(self._run, number, report, keep)
         found = saver.restore()

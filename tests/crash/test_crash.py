@@ -301,7 +301,7 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, damage: st
     Checkpoints(run, first, Keep()).record_resume(None)
     files = [save(run, first, step, content(step)).path for step in (4, 8)]
     told: list[str] = []
-    saver = saver_of(run, run.create_attempt(), lambda event, **values: told.append(f"{event} {values['step']}"))
+    saver = saver_of(run, run.create_attempt(), lambda event: told.append(f"{event.name} {event.at_step}"))
     for newest in (8, 4):
         found = saver.restore()
         assert found is not None and found[1] == (first, newest) and len(told) == (newest == 4)

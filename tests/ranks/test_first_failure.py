@@ -8,12 +8,10 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from clusterddp import protocol
-from clusterddp.codec import read
 from clusterddp.failures.stack_traces import users_line
 from clusterddp.messages.orders import Leave
 from clusterddp.messages.reports import End, Left
@@ -153,7 +151,7 @@ def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
         def wait(self) -> int:
             links = [ControlChannel.join(*self._server, rank, 1, timeout=10) for rank in (0, 1)]
             assert links[0] is not None and links[1] is not None
-            links[1].send("left", host="n2", end="exception", error="ValueError: no", used_clusterddp=True)
+            links[1].send(Left("n2", End.EXCEPTION, error="ValueError: no", used_clusterddp=True))
             heard = threading.Event()
             links[0].listen(heard.set, lambda order: (told.append(order.why), heard.set()))  # type: ignore
             assert heard.wait(10)
@@ -167,15 +165,15 @@ def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
 
 def test_a_rank_that_is_told_to_exit_reports_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The box shows that if the rank waited for one that takes a while to exit with code 0, and raised no error yet."""
-    sent: list[dict[str, Any]] = []
+    sent: list[Left] = []
     monkeypatch.setattr(rank_exit, "fail", lambda *_: None)
     monkeypatch.setattr(rank, "USING_CLUSTERDDP", {__name__})
-    channel = SimpleNamespace(send=lambda _, **values: sent.append(values))
-    order, end = Leave("rank 1 exited"), {"rank": 0, "host": "n1"}
-    listener = threading.Thread(target=lambda: rank.obey(channel, order, end))  # type: ignore[arg-type]
+    channel = SimpleNamespace(send=sent.append)
+    order = Leave("rank 1 exited")
+    listener = threading.Thread(target=lambda: rank.obey(channel, order))  # type: ignore[arg-type]
     listener.start()
     listener.join()
-    told = RankEnd.of(0, "n1", 9.0, read(Left, sent[0]))
+    told = RankEnd.of(0, "n1", 9.0, sent[0])
     assert (told.end, (users_line(told.traceback) or "").partition(":")[0]) == (End.DISMISSED, Path(__file__).name)
     left = RankEnd(1, "n1", End.UNFINISHED, 1.0, error="exited with code 0 inside its training loop")
     lines = failure_text(RunDirectory(tmp_path), 0, FirstFailure(left, [told]), 9.0).split("\n")
@@ -190,6 +188,6 @@ def test_an_exception_is_recorded_and_shown_whether_or_not_the_scripts_hook_fail
     script = tmp_path / "hooked.py"
     script.write_text("import sys\nsys.excepthook = lambda *_: 1 // 0\nraise ValueError('the data ends here')\n")
     end, code = rank.run_script([str(script)])
-    assert (end["end"], end["error"], code) == ("exception", "ValueError: the data ends here", 1)
+    assert (end.end, end.error, code) == (End.EXCEPTION, "ValueError: the data ends here", 1)
     shown = capsys.readouterr().err
     assert "ZeroDivisionError" in shown and "ValueError: the data ends here" in shown

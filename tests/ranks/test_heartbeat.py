@@ -19,6 +19,7 @@ import torch
 from clusterddp import process
 from clusterddp.failures.stack_traces import place_of, sleeping
 from clusterddp.jobdef.job import Watchdog
+from clusterddp.messages.reports import Alive
 from clusterddp.process import RunningClock
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -91,17 +92,17 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
 
 def test_a_rank_tells_for_how_long_it_was_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In its next heartbeat alone."""
-    stood, beats = iter([0.0, 700.0, 0.0]), queue.Queue[dict[str, object]]()
+    stood, beats = iter([0.0, 700.0, 0.0]), queue.Queue[Alive]()
     monkeypatch.setattr(RunningClock, "look", lambda _: next(stood, 0.0))
     heartbeat = Heartbeat(
         Watchdog(step_s=0.1),
         WatchedSteps(lambda: 3, lambda: 2),
-        lambda _, **beat: beats.put(beat),
+        beats.put,
         tmp_path / "collectives.json",
     )
-    found = [beats.get(timeout=10).get("stood_s") for _ in range(3)]
+    found = [beats.get(timeout=10).stood_s for _ in range(3)]
     heartbeat.close()
-    assert found == [None, 700.0, None]
+    assert found == [0.0, 700.0, 0.0]
 
 
 def test_an_evaluation_in_one_line_makes_progress_and_a_waiting_rank_does_not() -> None:
@@ -244,7 +245,7 @@ from clusterddp.worker import control_channel, rank
 server = ControlServer("token", Handlers(lambda *_: None), host="127.0.0.1")
 control_channel.current = control_channel.ControlChannel.join(f"127.0.0.1:{server.port}", "token", 0, 1, timeout=10)
 channel = control_channel.current
-channel.listen(lambda: None, lambda order: rank.obey(channel, order, {"rank": 0}))
+channel.listen(lambda: None, lambda order: rank.obey(channel, order))
 ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
 dist.all_reduce(torch.ones(1))
 state, _ = step(State(Job(name="x", module="x"), ("n1",), abandon_s=5.0), RankEvent(0, Joined("n1")), 0.0)

@@ -276,7 +276,7 @@ def test_the_best_checkpoint_is_the_best_state_that_could_be_saved(directory: Ru
     cpu, said = torch.device("cpu"), []
     alone: Any = SimpleNamespace(rank=0, world_size=1, device=cpu, collective_device=cpu, control_device=cpu)
     settings = Checkpointing(every_steps=None, every_s=None, keep=Keep(1, best="loss", best_is="min"))
-    saver = Saver(directory, 0, alone, lambda event, **values: said.append((event, values.get("best"))), settings)
+    saver = Saver(directory, 0, alone, lambda event: said.append((event.name, getattr(event, "best", None))), settings)
     saver.log_best(1, 2.0, state, last=True)
     resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     saver.log_best(2, 1.0, lambda: state(size=1 << 20), last=True)
@@ -296,7 +296,7 @@ from tests.crash.subject import saver_of
 run = RunDirectory(sys.argv[1])
 run.create()
 wanted = ("step", "deleted", "reason")
-report = lambda event, **values: print(event, *[values[name] for name in wanted if name in values])
+report = lambda event: print(event.name, *[vars(event)[name] for name in wanted if name in vars(event)])
 saver = saver_of(run, run.create_attempt(), report, keep=5)
 saver.record_resume(None)
 

@@ -98,4 +98,4 @@ def test_what_a_job_definition_sets_takes_precedence_over_the_arguments_of_init(
     run.job_file.write_text(f"module: this\ndevice: cpu\n{job}\n")
     read = settings.read({protocol.RUN_DIR: str(run), protocol.ATTEMPT: "0", protocol.DEVICE: "cpu"}, **arguments)
     assert {name: getattr(read, name) for name in used} == used
-    assert [str(fields["what"]).partition("=")[0].removeprefix("init(") for fields in read.unused] == unused
+    assert [event.what.partition("=")[0].removeprefix("init(") for event in read.unused] == unused

@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.history.beginnings import Phase
+from clusterddp.history.steps import Result
+from clusterddp.history.stops import Finishing, Signal
 from clusterddp.messages import orders
+from clusterddp.messages.reports import Connecting, End, Left, Serving
 from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.worker import control_channel
@@ -112,7 +116,7 @@ def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.
     server = ControlServer(TOKEN, hear, host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
-    link.send("left", host="n1", end="done", traceback="x" * 100_000)  # more than is read at once
+    link.send(Left(host="n1", end=End.DONE, traceback="x" * 100_000))  # more than is read at once
     link.close()
     server._wake_write.close()  # as close() does first
     free.set()
@@ -150,7 +154,7 @@ def test_each_reason_to_stop_is_passed_on_once_also_those_from_before(heard: Hea
 def test_a_commit_waits_until_the_supervisor_knows_that_all_ranks_have_made_its_step(heard: Heard) -> None:
     """Rank 0 asks again, as another rank may be a little behind."""
     link, answers = join(heard, 0, port=1), list[str | None]()
-    link.listen(lambda: None, lambda order: obey(link, order, {}))
+    link.listen(lambda: None, lambda order: obey(link, order))
     heard.events.get(timeout=10)  # joined
     for number, why_not in ((1, None), (2, "rank 1 (n2) exited")):
         asking = threading.Thread(target=lambda: answers.append(link.why_not_commit(7, lambda: False)))
@@ -172,11 +176,11 @@ def test_a_rank_counts_its_steps_for_a_commit_also_once_its_run_has_ended(
     link = join(heard, 0, port=1)
     heard.events.get(timeout=10)  # joined
     monkeypatch.setattr(control_channel, "current", link)
-    obey(link, orders.CountSteps(1), {})
+    obey(link, orders.CountSteps(1))
     control_channel.on_requests(control_channel.RunRequests(progress=lambda: (7, 5), save=lambda: None))
-    obey(link, orders.CountSteps(2), {})
+    obey(link, orders.CountSteps(2))
     control_channel.on_requests(None)
-    obey(link, orders.CountSteps(3), {})
+    obey(link, orders.CountSteps(3))
     assert [heard.events.get(timeout=10)[2] for _ in range(2)] == [{"question": n, "step": 7} for n in (2, 3)]
 
 
@@ -217,7 +221,7 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     assert [heard.events.get(timeout=10)[:2] for _ in range(2)] == [(0, "joined"), (0, "rejoined")]
     heard.server.broadcast(orders.Leave("rank 5 hangs"))
     assert words.get(timeout=10) == orders.Leave("rank 5 hangs")
-    link.send("finishing", step=7)
+    link.send(Finishing(step=7))
     assert heard.events.get(timeout=10) == (0, "finishing", {"step": 7})
     with raises(LauncherEnvironmentError):
         join(heard, 0, port=1)
@@ -228,19 +232,19 @@ def test_all_ranks_learn_when_rank_0s_store_is_open(heard: Heard) -> None:
     first, second = join(heard, 0, port=1), join(heard, 1)
     told: queue.Queue[Any] = queue.Queue()
     second.listen(lambda: None, told.put)
-    second.send("serving")
-    second.send("signal", signal="SIGTERM")
+    second.send(Serving())
+    second.send(Signal(signal="SIGTERM"))
     assert [heard.events.get(timeout=10)[1] for _ in range(3)] == ["joined", "joined", "signal"]
     assert not join(heard, 2).store_open.is_set()
-    first.send("serving")
+    first.send(Serving())
     assert told.get(timeout=10) == orders.Connect()
     assert join(heard, 3).store_open.is_set()
 
 
 def test_a_rank_whose_connection_broke_learns_that_the_store_is_open(heard: Heard) -> None:
     link = join(heard, 0, port=1)
-    link.send("serving")
-    link.send("signal", signal="SIGTERM")  # the server is past the one before
+    link.send(Serving())
+    link.send(Signal(signal="SIGTERM"))  # the server is past the one before
     assert [heard.events.get(timeout=10)[1] for _ in range(2)] == ["joined", "signal"]
     break_connection(heard.server.port)
     link.listen(lambda: None, lambda _: None)  # does not set it
@@ -263,16 +267,16 @@ def test_a_rank_does_not_wait_for_a_store_that_nobody_will_tell_of(monkeypatch: 
 
 def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Heard) -> None:
     link = join(heard, 0, port=1)
-    link.send("finishing", step=1)
+    link.send(Finishing(step=1))
     break_connection(heard.server.port)
     assert heard.lost.get(timeout=10) == (0, False)
     for step in (2, 3):
-        link.send("finishing", step=step)
+        link.send(Finishing(step=step))
     link.listen(lambda: None, lambda _: None)
     events = [heard.events.get(timeout=10) for _ in range(5)]
     assert [event for _, event, _ in events] == ["joined", "finishing", "rejoined", "finishing", "finishing"]
     assert [values["step"] for _, event, values in events if event == "finishing"] == [1, 2, 3]
-    link.send("finishing", step=4)
+    link.send(Finishing(step=4))
     assert heard.events.get(timeout=10) == (0, "finishing", {"step": 4})
 
 
@@ -291,7 +295,7 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.listen(lambda: words.put("lost"), words.put)
-    link.send("finishing", step=7)
+    link.send(Finishing(step=7))
     assert [words.get(timeout=10) for _ in range(2)] == ["joined", "finishing"]
     break_connection(server.port)
     with pytest.raises(queue.Empty):
@@ -348,10 +352,10 @@ def test_a_rank_that_is_falling_silent_gets_its_orders_once_it_answers(
 def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest.CaptureFixture[str]) -> None:
     """Its texts are truncated, or it is dropped and named. The connection and later messages are not affected."""
     link = join(heard, 0, port=1)
-    link.send("left", host="n1", end="exception", error="E" + "x" * 3_000_000 + "!", rank=0)
-    link.send("result", step=7, predictions=[0.5] * 500_000)
-    link.send("result", value=object())
-    link.send("finishing", step=7)
+    link.send(Left(host="n1", end=End.EXCEPTION, error="E" + "x" * 3_000_000 + "!"))
+    link.send(Result(step=7, others={"predictions": [0.5] * 500_000}))
+    link.send(Result(step=7, others={"value": object()}))
+    link.send(Finishing(step=7))
     assert heard.events.get(timeout=10)[1] == "joined"
     _, event, values = heard.events.get(timeout=10)
     assert (event, values["error"][:2], values["error"][-2:]) == ("left", "Ex", "x!")
@@ -369,19 +373,19 @@ def test_an_unreadable_line_of_a_rank_is_skipped_permanently(
 ) -> None:
     """A rank that was dropped for it would join again and repeat it forever."""
     link = join(heard, 0, port=1)
-    link.send("finishing", step=1)
+    link.send(Finishing(step=1))
     with monkeypatch.context() as patch:
         patch.setattr(control_channel, "LONGEST_LINE", 1 << 30)
         patch.setattr(control_channel, "json", SimpleNamespace(dumps=lambda _: line.decode()))
-        link.send("finishing", step=0)
-    link.send("finishing", step=2)
+        link.send(Finishing(step=0))
+    link.send(Finishing(step=2))
     events = [heard.events.get(timeout=10) for _ in range(3)]
     assert [values.get("step") for _, _, values in events] == [None, 1, 2]
     assert heard.lost.empty()
     link.listen(lambda: None, lambda _: None)
     break_connection(heard.server.port)
     assert heard.events.get(timeout=10)[1] == "rejoined"
-    link.send("finishing", step=3)
+    link.send(Finishing(step=3))
     assert heard.events.get(timeout=10)[2] == {"step": 3}
 
 
@@ -391,7 +395,7 @@ def test_sending_to_a_supervisor_that_has_exited_does_not_stop_training() -> Non
     link = join(heard, 0, port=1)
     heard.server.close()
     for _ in range(100):
-        link.send("finishing", step=1)
+        link.send(Finishing(step=1))
 
 
 def test_a_rank_that_waits_for_the_others_gives_up_when_told_to(heard: Heard) -> None:
@@ -436,7 +440,7 @@ def test_silent_unauthenticated_connections_are_dropped_in_time(heard: Heard, mo
     strangers = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(20)]
     strangers[0].sendall(b'{"tok')
     assert [unread(stranger) for stranger in strangers] == [b""] * 20
-    rank.send("connecting")
+    rank.send(Connecting())
     assert [heard.events.get(timeout=10)[1] for _ in range(2)] == ["joined", "connecting"]
     assert heard.lost.empty()
 
@@ -449,7 +453,7 @@ def test_a_flood_of_unauthenticated_connections_keeps_no_rank_out(heard: Heard) 
     assert late.store_port == 1
     assert unread(flood[0]) == b""
     assert accepted_at(heard.server.port) <= 256 + 2
-    rank.send("connecting")
+    rank.send(Connecting())
     assert heard.lost.empty()
     for stranger in flood:
         stranger.close()
@@ -578,7 +582,7 @@ def test_a_malformed_report_affects_no_other() -> None:
     assert link is not None
     for line in (b"[1]\n", b"{}\n", b"\xff\n", b"[" * 9999 + b"\n"):
         link._connection.sendall(line)
-    link.send("phase", phase="hello")
+    link.send(Phase(phase="hello"))
     assert [heard.get(timeout=10) for _ in range(2)] == [None, "hello"]
     server.close()
 

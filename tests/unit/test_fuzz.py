@@ -31,6 +31,7 @@ from clusterddp.cli import status
 from clusterddp.cli.main import main
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError
 from clusterddp.history.ends import Failed
+from clusterddp.history.stops import Finishing
 from clusterddp.jobdef import load, yaml12
 from clusterddp.jobdef.job import KEYS as JOB_KEYS
 from clusterddp.jobdef.job import Job, Keep
@@ -469,7 +470,7 @@ def test_any_input_leaves_the_supervisor_listening(words: list[str], knows_token
         peer.sendall((json.dumps(hello) + "\n").encode() + b"\n".join(map(bytes_of, words)) + b"\n")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", "secret", 0, 1, timeout=10)
     assert link is not None
-    link.send("finishing", step=3)
+    link.send(Finishing(step=3))
     assert heard.wait(10)
     link.close()
     server.close()
@@ -499,7 +500,7 @@ def echo_server() -> tuple[ControlServer, threading.Event]:
     heard = threading.Event()
 
     def on_report(rank: int, report: Any) -> None:
-        if fields_of(report) == ("after", {"step": 3}):
+        if fields_of(report) == ("finishing", {"step": 3}):
             heard.set()
 
     return ControlServer("secret", Handlers(on_report), host="127.0.0.1"), heard

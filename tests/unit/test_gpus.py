@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,7 +21,7 @@ from clusterddp.failures import exclusion
 from clusterddp.failures.hangs import EXPLAINED_S, Hang, StillSlow, Watch
 from clusterddp.history.failures import GpuFault, Hung, Slow
 from clusterddp.messages import orders
-from clusterddp.messages.reports import End
+from clusterddp.messages.reports import End, Gpu, Report
 from clusterddp.report import efficiency as report_gpus
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import GPU_FIGURES, TimedInterval, TimingLines, read_timings
@@ -92,27 +92,29 @@ def test_a_gpu_is_found_by_what_torch_calls_it(driver: Driver, identity: str, nu
     assert (gpu and gpu.number) == number
 
 
-def watched() -> tuple[gpus.GpuWatch, queue.Queue[dict[str, Any]]]:
-    reports: queue.Queue[dict[str, Any]] = queue.Queue()
-    report = lambda event, **values: reports.put({"event": event} | values)  # noqa: E731
-    return gpus.GpuWatch(lambda: gpus.visible({}, 0, 1), report, "n3", first_s=0.0, every_s=0.0), reports
+T = TypeVar("T")
 
 
-def next_of(reports: queue.Queue[dict[str, Any]], event: str) -> dict[str, Any]:
+def watched() -> tuple[gpus.GpuWatch, queue.Queue[Report]]:
+    reports: queue.Queue[Report] = queue.Queue()
+    return gpus.GpuWatch(lambda: gpus.visible({}, 0, 1), reports.put, "n3", first_s=0.0, every_s=0.0), reports
+
+
+def next_of(reports: queue.Queue[Report], kind: type[T]) -> T:
     while True:
-        if (found := reports.get(timeout=20))["event"] == event:
+        if isinstance(found := reports.get(timeout=20), kind):
             return found
 
 
 def test_a_rank_reports_what_its_gpus_do_and_each_xid_once(driver: Driver) -> None:
     driver.has({**ONE, "reasons": 0x44}, {**OTHER, "ecc": 2})
     watch, reports = watched()
-    assert next_of(reports, "gpu")["figures"] == [60, 61, 356, 66, 50, 2]
+    assert next_of(reports, Gpu).figures == (60, 61, 356, 66, 50, 2)
     driver.has(ONE, OTHER, xids=[(1, 31), (1, 79), (1, 79), (0, 79)])
-    found = [next_of(reports, "gpu_fault") for _ in range(3)]
+    found = [next_of(reports, GpuFault) for _ in range(3)]
     driver.has(ONE, {**OTHER, "lost": True}, xids=[(1, 31), (1, 79), (1, 79), (0, 79)])
-    found.append(next_of(reports, "gpu_fault"))
-    assert [(one.get("xid"), one.get("gpu"), one["host"], one["hardware"]) for one in found] == [
+    found.append(next_of(reports, GpuFault))
+    assert [(one.xid, one.gpu, one.host, one.hardware) for one in found] == [
         *((31, 6, "n3", False), (79, 6, "n3", True), (79, 5, "n3", True)),
         (None, None, "n3", True),
     ]
@@ -121,9 +123,9 @@ def test_a_rank_reports_what_its_gpus_do_and_each_xid_once(driver: Driver) -> No
 
 def test_once_cuda_is_initialized_its_gpus_are_watched(driver: Driver) -> None:
     watch, reports = watched()
-    assert next_of(reports, "gpu")["figures"][0] == 60
+    assert next_of(reports, Gpu).figures[0] == 60
     watch.use(["b"])
-    assert any(next_of(reports, "gpu")["figures"][0] == 80 for _ in range(100))
+    assert any(next_of(reports, Gpu).figures[0] == 80 for _ in range(100))
     assert numbers(watch.gpus) == [6]
     watch.use([])
 
@@ -147,8 +149,8 @@ def test_without_the_package_there_is_no_thread_and_no_message(tmp_path: Path) -
 
 def test_without_a_driver_nothing_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVML_STATE")
-    reports: list[str] = []
-    gpus.start({}, ranks(), lambda event, **_: reports.append(event), "n3")
+    reports: list[Report] = []
+    gpus.start({}, ranks(), reports.append, "n3")
     for thread in threading.enumerate():
         if thread.name == "gpus":
             thread.join(20)

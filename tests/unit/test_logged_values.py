@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from clusterddp.history.steps import NotFinite
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.schemas import METRICS
 from clusterddp.training.log_reduction import Receiver, Sender, decoded, encoded, reduce_values
@@ -147,13 +148,13 @@ def test_a_step_waits_for_no_gpu_and_lines_keep_their_order(tmp_path: Path, open
 
 def test_a_checkpoint_has_all_lines_before_it_and_waits_for_no_later_step(tmp_path: Path, open_metrics: Any) -> None:
     reported: list[Any] = []
-    gpu, metrics = Gpu(), open_metrics(lambda event, **values: reported.append((event, values)))
+    gpu, metrics = Gpu(), open_metrics(reported.append)
     for step, value in enumerate((1.0, math.nan, 3.0)):
         metrics.add(step, gpu.step(value))
     assert reported == []
     metrics.settle(2, 0.0)
     assert written(tmp_path) == [1.0, "NaN"] and [event.waited for event in gpu.events] == [True, True, False]
-    assert reported == [("not_finite", {"step": 1, "metrics": {"loss": "NaN"}, "count": 1})]
+    assert reported == [NotFinite(step=1, metrics={"loss": "NaN"}, count=1)]
 
 
 def test_only_so_many_steps_wait_for_a_gpu(tmp_path: Path, open_metrics: Any) -> None:

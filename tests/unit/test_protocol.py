@@ -7,7 +7,6 @@ import json
 import queue
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,31 +15,13 @@ import pytest
 from clusterddp import errors, protocol
 from clusterddp.history.event import EVENTS
 from clusterddp.messages import orders
-from clusterddp.messages.reports import Joined
+from clusterddp.messages.reports import Joined, Serving
 from clusterddp.supervisor import control_server
 from clusterddp.worker import control_channel
-from tests.histories import EVERY, check_event, fields
+from tests.histories import EVERY, fields
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-
-
-def calls(*functions: str) -> Iterator[ast.Call]:
-    """Calls whose function has one of these names, as a name or as an attribute."""
-    for tree in SOURCES.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", getattr(node.func, "id", None))
-                if name in functions:
-                    yield node
-
-
-def test_every_report_in_the_code_has_listed_fields() -> None:
-    """Those of the keywords that stand there."""
-    for call in calls("report", "_report", "send", "_send"):
-        if call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str):
-            given = {word.arg for word in call.keywords if word.arg is not None}
-            check_event(call.args[0].value, given, complete=False)
 
 
 def test_no_field_hides_what_every_line_has() -> None:
@@ -87,7 +68,7 @@ def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.Monk
     for order in every:
         server.broadcast(order)
     assert [orders_heard.get(timeout=10) for _ in every] == every
-    channel.send("serving")
+    channel.send(Serving())
     assert orders_heard.get(timeout=10) == orders.Connect()
     assert {type(order) for order in every} | {orders.Connect} == set(get_args(orders.Order))
     channel.close()

@@ -9,6 +9,8 @@ from typing import Any, cast
 import pytest
 
 from clusterddp.errors import Stopped
+from clusterddp.history.checkpoints import NoSave, Saved
+from clusterddp.history.event import Reported
 from clusterddp.training.script_loop import ScriptLoop
 from clusterddp.worker import resume_watch
 from clusterddp.worker.resume_watch import ResumeWatch
@@ -16,20 +18,20 @@ from clusterddp.worker.resume_watch import ResumeWatch
 
 def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(tmp_path: Path) -> None:
     """A script may catch what ``requeue`` raises, and call it again at its next step."""
-    told: list[str] = []
+    told: list[Reported] = []
     agreement = cast(Any, SimpleNamespace(reason="preempted"))
     store = cast(Any, SimpleNamespace(rank=0, store=None))
-    loop = ScriptLoop(store, agreement, cast(Any, None), lambda name, **values: told.append(f"{name} {values['file']}"))
+    loop = ScriptLoop(store, agreement, cast(Any, None), told.append)
     file = tmp_path / "last.pt"
     for _ in range(2):
         with pytest.raises(Stopped):
             loop.requeue(file)
-    assert told == [f"no_save {file}"]
+    assert told == [NoSave(file=str(file))]
     file.touch()
     for _ in range(3):
         with pytest.raises(Stopped):
             loop.requeue(file)
-    assert told == [f"no_save {file}", f"saved {file}"]
+    assert told == [NoSave(file=str(file)), Saved(file=str(file))]
 
 
 @pytest.mark.parametrize(("opened", "items"), [(True, 7), (False, 0)])

@@ -7,6 +7,7 @@ import enum
 import itertools
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,6 @@ from clusterddp.history.codec import sentence
 from clusterddp.training.module_attributes import ModuleAttributes
 from clusterddp.training.script_state import PerRank, Values, by_name
 from clusterddp.training.step_state import BeforeStep
-from tests.histories import event_of
 from tests.wording import raises
 
 
@@ -92,14 +92,13 @@ def test_a_state_beyond_half_of_the_limit_is_told_once_with_its_size() -> None:
     own = PerRank({"env": numbers}, group())
     own.most_bytes = 1_000_000
     own.gather()
-    assert own.near_limit() is None
+    assert own.near_limit(7) is None
     numbers.numbers += [1_000_000] * 60_000
     own.gather()
-    near = own.near_limit()
-    assert near is not None and near["names"] == ["env"] and 500_000 < near["bytes"] < 1_000_000
-    assert own.near_limit() is None
-    grows = {"event": "per_rank_grows", "step": 7, **near, "bytes": 612_000_000, "limit": 2**30}
-    said = sentence(event_of(grows))
+    near = own.near_limit(7)
+    assert near is not None and near.names == ["env"] and 500_000 < near.bytes < 1_000_000
+    assert own.near_limit(7) is None
+    said = sentence(replace(near, bytes=612_000_000, limit=2**30))
     assert said and "state of all ranks (env) takes 612 MB, more than half of the limit of 1,074 MB" in said
 
 

@@ -22,10 +22,12 @@ from clusterddp.cli import status, steering
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.failures.stack_traces import stacks
+from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.history.words import BY_SLURM, RUN_ENDS
 from clusterddp.jobdef.job import Job
 from clusterddp.messages import requests
 from clusterddp.messages.orders import Order, SendStacks
+from clusterddp.messages.reports import End, Left, Stacks
 from clusterddp.rundir.control_address import Address, read_address, write_address
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -138,7 +140,7 @@ class StubRanks(NoRanks):
 
     def __init__(self, job: Job) -> None:
         self._job, self.exited = job, threading.Event()
-        self._threads = stacks()["threads"]
+        self._threads = stacks(0).threads
         self.channels: list[ControlChannel] = []
 
     def start(self, _command: list[str], environment: Mapping[str, str], _logs: Path) -> None:
@@ -158,7 +160,7 @@ class StubRanks(NoRanks):
     def obey(self, channel: ControlChannel, rank: int, order: Order) -> None:
         if isinstance(order, SendStacks) and rank != 1:
             place = "data.py:88 (read)" if rank % 8 == 7 else "the all_reduce of backward"
-            channel.send("stacks", request=order.request, place=place, threads=self._threads)
+            channel.send(Stacks(request=order.request, place=place, threads=self._threads))
 
     def wait(self) -> int:
         self.exited.wait()
@@ -232,13 +234,13 @@ def test_a_script_that_saves_on_its_own_is_told_so(run: RunDirectory, supervised
     """The answer of the rank's own entry point; with a run, the request reaches it."""
     ranks = supervised(2)
     asked: list[str] = []
-    ranks.obey = lambda channel, rank, order: obey(channel, order, {})  # type: ignore[method-assign]
+    ranks.obey = lambda channel, rank, order: obey(channel, order)  # type: ignore[method-assign]
     with raises(RunDirectoryError):
         command(["save", str(run)])
 
     def save() -> None:
         asked.append("save")
-        ranks.channels[0].send("checkpoint", step=8, blocked_s=0.0, durable_s=0.1, bytes=1)
+        ranks.channels[0].send(Checkpoint(step=8, blocked_s=0.0, durable_s=0.1, bytes=1))
 
     ranks.channels[0].run = RunRequests(progress=lambda: (7, 5), save=save)
     assert command(["save", str(run)]) == 0
@@ -253,7 +255,7 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
     ranks = supervised(2)
 
     def stop(channel: ControlChannel, rank: int, order: Order) -> None:
-        channel.send("left", rank=rank, host="n1", end="stopped", used_clusterddp=True)
+        channel.send(Left("n1", End.STOPPED, used_clusterddp=True))
         ranks.exited.set()
 
     ranks.obey = stop  # type: ignore[method-assign]

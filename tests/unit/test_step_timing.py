@@ -480,10 +480,10 @@ def test_a_loop_of_which_only_the_boundaries_are_known_is_timed_between_them() -
 # --- A run that waits for its batches is told so once, and what to change
 
 
-def reported(shares: list[float], seconds: float = 60.0, workers: int = 0) -> list[dict[str, Any]]:
+def reported(shares: list[float], seconds: float = 60.0, workers: int = 0) -> list[Any]:
     """The events of a run with a sample of so many seconds for each share of waiting."""
-    events: list[dict[str, Any]] = []
-    wait = InputWait(lambda event, **fields: events.append({"event": event, **fields}), lambda: 500, workers)
+    events: list[Any] = []
+    wait = InputWait(events.append, lambda: 500, workers)
     data = other = 0.0
     for share in shares:
         data, other = data + share * seconds, other + (1 - share) * seconds
@@ -493,7 +493,7 @@ def reported(shares: list[float], seconds: float = 60.0, workers: int = 0) -> li
 
 def test_waiting_for_more_than_a_tenth_of_the_time_is_said_once() -> None:
     (event,) = reported([0.2] * 50)
-    assert (event["event"], event["step"], event["percent"]) == ("waits_for_data", 500, 20)
+    assert (event.name, event.step, event.percent) == ("waits_for_data", 500, 20)
     assert not reported([0.09] * 50)
 
 
@@ -509,7 +509,7 @@ def test_a_short_run_is_not_told() -> None:
 
 def test_the_advice_depends_on_workers_and_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_timing.os, "sched_getaffinity", lambda _: range(8))
-    advice = [reported([0.2] * 50, workers=workers)[0]["advice"] for workers in (0, 2, 8)]
+    advice = [reported([0.2] * 50, workers=workers)[0].advice for workers in (0, 2, 8)]
     assert "num_workers=4" in advice[0] and "num_workers, which is 2" in advice[1] and "cpus_per_task" in advice[2]
 
 

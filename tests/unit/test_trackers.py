@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RunDirectoryError, Superseded, UsageError
+from clusterddp.history.steps import Tracker
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.tracking import check_packages, config, wanted
 from clusterddp.process import descendants
@@ -311,11 +312,11 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
 # --- rank 0's side
 
 
-def told(run: RunDirectory, job: Job, seconds: float = 60.0) -> list[dict[str, Any]]:
+def told(run: RunDirectory, job: Job, seconds: float = 60.0) -> list[Any]:
     """The events of an attempt with the job's trackers that ends at once."""
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     number = attempt(run, 0, 0, 1)
-    tracking = Tracking(run, job, number, lambda event, **fields: events.append({"event": event, **fields}))
+    tracking = Tracking(run, job, number, events.append)
     tracking.begin(0)
     tracking.committed(2)
     tracking.end(clean=True, complete=False)
@@ -333,8 +334,8 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(
         monkeypatch.delenv(name, raising=False)
     write_sent(run.path / "wandb", Sent(1))
     (event,) = told(run, Job("digits", trackers={"wandb": Wandb()}))
-    assert (event["event"], event["tracker"]) == ("tracker", "W&B")
-    assert event["problem"].startswith("gets no more values in this attempt: No API key configured")
+    assert (event.name, event.tracker) == ("tracker", "W&B")
+    assert event.problem.startswith("gets no more values in this attempt: No API key configured")
     ((name, words),) = overview(run)
     assert name == "wandb" and "It lacks steps from 1 on: No API key configured" in words
 
@@ -356,14 +357,12 @@ def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory) -> None:
 @pytest.mark.usefixtures("_hanging")
 def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(run: RunDirectory) -> None:
     """With the command that sends the rest, as no attempt follows."""
-    events: list[dict[str, Any]] = []
-    rank0 = Tracking(
-        run, Job("digits", trackers={"tensorboard": True}), attempt(run, 0), lambda event, **rest: events.append(rest)
-    )
+    events: list[Any] = []
+    rank0 = Tracking(run, Job("digits", trackers={"tensorboard": True}), attempt(run, 0), events.append)
     rank0.begin(0)
     rank0.close(0.0, complete=True)
     then = f"did not receive all values in time. To send the rest, run `python -m clusterddp.trackers {run}`"
-    assert events == [{"tracker": "TensorBoard", "problem": then}]
+    assert events == [Tracker(tracker="TensorBoard", problem=then)]
 
 
 def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
