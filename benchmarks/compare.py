@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.__main__ import BENCHMARKS, Benchmark, measured
+from benchmarks.measuring import BENCHMARKS, Benchmark, measured
 from tests import markdown
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
-from benchmarks.__main__ import Benchmark
+from benchmarks.measuring import Benchmark
 from tests.wording import raises
 
 MEASURES = """
