@@ -10,7 +10,9 @@ import functools
 import json
 import re
 import urllib.parse
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 MASK = "***"
 
@@ -54,35 +56,46 @@ def masked(text: str, secrets: Iterable[str]) -> str:
     """
     if not text or not (forms := _forms(tuple(secrets))):
         return text
-    plain, places = _unbroken(text)
+    plain = _unbroken(text)
     spans = []
     for form in forms:
         start = plain.find(form)
         while start >= 0:
             spans.append((start, start + len(form)))
             start = plain.find(form, start + 1)
-    shown, at, end = [], 0, 0
+    if not spans:
+        return text
+    shown, at, end, place = [], 0, 0, _places(text)
     for start, stop in sorted(spans):
         if start >= end:  # else it overlaps the span before
-            shown += [text[at : places[start]], MASK]
+            shown += [text[at : place(start)], MASK]
         end = max(end, stop)
-        at = places[end - 1] + 1
+        at = place(end - 1) + 1
     return "".join([*shown, text[at:]])
 
 
 _BREAK = re.compile(r"\s*\n[\s|]*|\s+")
 
 
-def _unbroken(text: str) -> tuple[str, Sequence[int]]:
-    """The text without white space, line breaks and a box's border, and the original position of each character."""
-    parts, places, at = [], list[int](), 0
+def _unbroken(text: str) -> str:
+    """The text without white space, line breaks and a box's border."""
+    return _BREAK.sub("", text)
+
+
+def _places(text: str) -> Callable[[int], int]:
+    """The position in the text of each character of ``_unbroken(text)``. A text may be large, so that only those of its
+    words are kept."""
+    unbroken, original, left_out = array("q", [0]), array("q", [0]), 0
     for found in _BREAK.finditer(text):
-        parts.append(text[at : found.start()])
-        places += range(at, found.start())
-        at = found.end()
-    if not parts:
-        return text, range(len(text))
-    return "".join([*parts, text[at:]]), [*places, *range(at, len(text))]
+        left_out += found.end() - found.start()
+        unbroken.append(found.end() - left_out)
+        original.append(found.end())
+
+    def place(index: int) -> int:
+        word = bisect_right(unbroken, index) - 1
+        return original[word] + index - unbroken[word]
+
+    return place
 
 
 @functools.lru_cache(maxsize=8)
@@ -93,7 +106,7 @@ def _forms(secrets: tuple[str, ...]) -> list[str]:
         once = _quoted(value)
         twice = {form for other in once for form in _quoted(other)}  # a repr in a repr, or in JSON
         found |= {value} | once | twice | _url_encoded(value) | _base64(value)
-    unbroken = {_unbroken(form)[0] for form in found}
+    unbroken = {_unbroken(form) for form in found}
     return sorted((form for form in unbroken if len(form) >= _SHORTEST), key=len, reverse=True)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from clusterddp.errors import RunDirectoryError
+from clusterddp.errors import ClusterddpError, RunDirectoryError
 from clusterddp.failures.exit_status import LaunchFailure
 from clusterddp.history.beginnings import Started
 from clusterddp.history.codec import decode, sentence
@@ -144,9 +144,10 @@ class Progress:
         """
         try:
             self._update()
-        except OSError as error:
+        except (OSError, ClusterddpError) as error:
             if not self._failed:
-                say(f"could not show the progress ({what_failed(error)}). Will try again")
+                why = what_failed(error) if isinstance(error, OSError) else error
+                say(f"could not show the progress ({why}). Will try again")
             self._failed = True
 
     def _update(self) -> None:
@@ -185,8 +186,9 @@ class Progress:
             self._say(f"{self._shown.label}{said}")
         if isinstance(event, Started) and self._shown.output:
             log = Log(self._run.attempt_logs(event.attempt), event.attempt, 0)
+            self._output = []
+            self._secrets = _secrets(self._run)  # without them, no output is shown
             self._output = [GrowingFile(log.path(kind)) for kind in ("out", "err")]
-            self._secrets = _secrets(self._run)
 
     def _say_words(self, ended: bool = False) -> None:
         """Shows what the supervisor has printed, below what rank 0 had printed by then, so that it is read first."""
@@ -208,7 +210,7 @@ class Progress:
 
     def _say(self, line: str, raw: bool = False) -> None:
         if self._live:
-            self._live.console.print(line if raw else printable(line), markup=False, highlight=False)
+            self._live.console.print(line if raw else printable(line), markup=False, highlight=False, soft_wrap=True)
         else:
             show(line, raw)
 
@@ -218,7 +220,8 @@ def _live() -> Live:
     from rich.console import Console
     from rich.live import Live
 
-    console = Console(file=forgiving(2))  # a terminal that is closed gives EIO
+    # A terminal that is closed gives EIO. A script's output may have `:fire:` in it.
+    console = Console(file=forgiving(2), emoji=False)
     return Live(console=console, auto_refresh=False, transient=True)
 
 

@@ -126,6 +126,21 @@ def test_what_the_supervisor_prints_comes_below_all_that_rank_0_printed_before(
         assert written(err, "ValueError: no\nthe last words")[:3] == ["ValueError: no", "the last words", "| the box"]
 
 
+def test_a_run_without_its_job_definition_does_not_end_the_command_and_shows_no_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command may be the loop of a local run. Without the definition, nobody knows what to mask."""
+    run = recorded_run(tmp_path / "net")
+    shown = Progress(run, None)
+    run.create_attempt()
+    (run.attempt_logs(0) / "rank-0.out").write_text("my key is s3cret-value\n")
+    run.job_file.unlink()
+    happened(run, {"time": BEGAN, **started()})
+    shown.update()
+    shown.update()
+    says(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(("launcher", "prints"), [("slurm", True), ("local", False)])
 def test_rank_0_prints_lines_unless_the_command_of_a_local_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, prints: bool
@@ -160,7 +175,7 @@ with Progress(RunDirectory(sys.argv[1]), 5000) as shown:
 
 
 def test_on_a_terminal_the_progress_is_one_line_below_the_output(tmp_path: Path) -> None:
-    """It is cut at the terminal's width, and gone in the end."""
+    """It is cut at the terminal's width, and gone in the end. The output is as the script wrote it."""
     run = recorded_run(tmp_path / "net", [event("training", step=0)])
     environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
     words = [sys.executable, "-c", PROGRAM, str(run)]
@@ -174,6 +189,12 @@ def test_on_a_terminal_the_progress_is_one_line_below_the_output(tmp_path: Path)
         (line,) = re.findall(r"step 1200/5000[^\r\n\x1b]*", before)
         assert len(line) == 40 and line.startswith("step 1200/5000, 2 steps/s, 32 min left"), line
         assert "acc" not in before
+        happened(run, {"time": BEGAN, **started()})
+        printed = f"the :fire: of lr:1e-3:{' and' * 20} [bold]more[/bold]"
+        (run.attempt_logs(0) / "rank-0.out").write_text(f"{printed}\n")
+        terminal.type("\n")
+        shown = terminal.wait_for("updated")
+        assert printed in shown, "as the script wrote it, and not in the terminal's width"
         terminal.type("\x04")
         assert terminal.process.wait(60) == 0
         after = terminal.wait_for("\x1b[2K")

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -200,6 +201,19 @@ def test_a_secret_is_masked_in_every_form_that_an_error_may_have(secret: str) ->
         shown = masked(f"error: {form} at the end", [secret])
         assert MASK in shown and shown.startswith("error: ") and shown.endswith(" at the end"), (form, shown)
         assert not [piece for piece in pieces if piece in shown], (form, shown)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_large_text_is_masked_in_little_memory(found: bool) -> None:
+    """A script may print much before a command shows it. It took 50 times as much memory as the text."""
+    text = "step 100 of 200, loss 0.123\n" * 20_000 + ("s3cret-value" if found else "")
+    tracemalloc.start()
+    try:
+        assert (masked(text, ["s3cret-value"]) != text) is found
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 20 * len(text)
 
 
 def test_a_run_gets_its_secrets_and_shows_none(tmp_path: Path) -> None:
