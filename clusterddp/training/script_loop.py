@@ -12,15 +12,9 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp import environment, protocol
 from clusterddp.data.workers import close_workers, shield_workers
@@ -30,8 +24,9 @@ from clusterddp.history.checkpoints import NoSave, Saved
 from clusterddp.history.event import Reported
 from clusterddp.history.steps import NO_RANK
 from clusterddp.process import at_exit, cancel_at_exit
-from clusterddp.reporter import counted, say
+from clusterddp.reporter import say
 from clusterddp.training import script_steps, settings
+from clusterddp.training.epoch_items import EpochItems, Item
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.stopping import Agreement, Stopping, open_store
 from clusterddp.worker import control_channel, rank_exit, resume_watch
@@ -39,76 +34,6 @@ from clusterddp.worker.signals import STOP_SIGNALS, described
 
 if TYPE_CHECKING:
     from clusterddp.training.loop import Run
-
-Item = TypeVar("Item")
-
-
-class EpochItems:
-    """Counts the items of one epoch after the other. For the thread that trains.
-
-    An item counts once an optimizer has stepped after it was taken, because accumulated gradients are not part of
-    any checkpoint. Steps inside ``torch.compile`` are not seen, and then no item counts, so that items are trained on
-    twice rather than not at all.
-    """
-
-    def __init__(self) -> None:
-        #: The iterations that have begun and not ended, oldest first.
-        self._loops: list[_Loop] = []
-
-    @property
-    def done(self) -> int | None:
-        """The items of this epoch that have been trained on, in this attempt or before. None outside of an epoch.
-
-        Also None if two loops take turns, as in ``zip``, because the one that continues ignores the other.
-        """
-        if len(self._loops) > 1:
-            say(
-                "continue_epoch: several loops are using it at once, so the next attempt restarts this epoch from its "
-                "beginning. Use it once, as in continue_epoch(zip(a, b)), and not for an evaluation"
-            )
-        return self._loops[0].done if len(self._loops) == 1 else None
-
-    def iterate(self, items: Iterable[Item], skip: int) -> Iterator[Item]:
-        """Yields all items but the first ``skip``, and the last one in any case, as scripts divide by their number."""
-        loop = _Loop(threading.get_ident())
-        self._loops.append(loop)
-        hook = register_optimizer_step_post_hook(loop.on_step)
-        try:
-            rest = iter(items)
-            skipped = deque(islice(enumerate(rest, 1), skip), maxlen=1)
-            loop.taken = loop.done = skipped[-1][0] if skipped else 0
-            if skip:
-                before = counted(loop.done, "item")
-                say(f"continue_epoch: skipping the first {before} of this epoch, which the run used before the stop")
-            if loop.taken < skip:
-                found = f"expected at least {counted(skip, 'item')}, got {loop.taken}"
-                say(f"continue_epoch: {found}. Did the data or the batch size change?")
-            for item in rest:
-                skipped.clear()
-                loop.taken += 1
-                yield item
-            for _, item in skipped:
-                say("continue_epoch: no item is left, so the last one is trained on again")
-                yield item
-        finally:
-            hook.remove()
-            self._loops.remove(loop)
-
-
-@dataclass(eq=False)
-class _Loop:
-    """One iteration, by a thread: the items that it has taken, and how many of them were trained on."""
-
-    thread: int
-    taken: int = 0
-    done: int = 0
-
-    def on_step(self, _optimizer: Any, _args: Any, _options: Any) -> None:
-        if torch.compiler.is_compiling():  # this would become part of the compiled step
-            return
-        if threading.get_ident() == self.thread:
-            self.done = self.taken
-
 
 #: A file or folder that the script has saved.
 SavedPath = str | os.PathLike[str]
@@ -170,30 +95,33 @@ class ScriptLoop:
     def requeue(self, saved: SavedPath | None) -> NoReturn:
         """See ``requeue`` below."""
         if self._rank == 0 and saved is not None:
-            file = Path(saved).absolute()
-            there = file.exists()
-            if (file, there) != self._last_save:  # a script that catches Stopped calls this again
-                if not there:
-                    self._report(NoSave(file=str(file)))
-                elif self._items is None:
-                    self._report(Saved(file=str(file)))
-                else:
-                    self._report(Saved(file=str(file), items=self._items, written=file.stat().st_mtime))
-                self._last_save = file, there
+            self._report_save(Path(saved).absolute())
         reason = self._agreement.reason or "requested by the script"
         if self.run is not None:
             self.run.stop(reason)
         close_workers()
         raise Stopped(None, reason)
 
-    def items_done(self, told: int) -> int:
+    def _report_save(self, file: Path) -> None:
+        exists = file.exists()
+        if (file, exists) == self._last_save:  # a script that catches Stopped calls ``requeue`` again
+            return
+        if not exists:
+            self._report(NoSave(file=str(file)))
+        elif self._items is None:
+            self._report(Saved(file=str(file)))
+        else:
+            self._report(Saved(file=str(file), items=self._items, written=file.stat().st_mtime))
+        self._last_save = file, exists
+
+    def items_done(self, recorded: int) -> int:
         """How many items of the epoch the state that the script has loaded was trained on. All ranks call it.
 
-        ``told``: the supervisor's number, which ignores what the script has loaded. Rank 0 corrects it.
+        ``recorded``: those at the last stop. Rank 0 sets 0 if the script has not opened the save of that stop.
         """
         if self._rank == 0:
             read = self._read if resume_watch.current is None else resume_watch.current.was_opened()
-            self._store.set(_ITEMS_DONE, str(0 if read is False else told))
+            self._store.set(_ITEMS_DONE, str(0 if read is False else recorded))
         return int(self._store.get(_ITEMS_DONE))
 
 
@@ -296,9 +224,9 @@ class ItemsToDo(Iterable[Item]):
         self._items = items
 
     def __iter__(self) -> Iterator[Item]:
-        told = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
-        loop = _loop() if told else None
-        return _epoch.iterate(self._items, loop.items_done(told) if loop is not None else 0)
+        recorded = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
+        loop = _loop() if recorded else None
+        return _epoch.iterate(self._items, 0 if loop is None else loop.items_done(recorded))
 
     def __len__(self) -> int:
         return len(self._items)  # type: ignore[arg-type]  # TypeError where the items have no length
@@ -310,7 +238,10 @@ def _is_rank() -> bool:
 
 def _loop() -> ScriptLoop | None:
     """That of this process, begun at the first call. None in a process that is no rank."""
-    return _this.of_context or _this.loop or (_begin() if _is_rank() else None)
+    begun = _this.of_context or _this.loop
+    if begun is not None:
+        return begun
+    return _begin() if _is_rank() else None
 
 
 @functools.cache

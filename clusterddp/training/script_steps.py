@@ -87,8 +87,7 @@ class ScriptSteps:
         self._boundaries += 1
         leader = self._leader() if self._leader is not None else None
         if leader is optimizer:
-            if self._others:
-                self._others.clear()
+            self._others.clear()
         elif leader is None or self._moved_on(optimizer):
             self._leader = weakref.ref(optimizer)
         else:
@@ -106,20 +105,25 @@ class ScriptSteps:
             resume_watch.end(final=self.steps >= SEARCHED)
         if not self._begun:
             self._begun = True
-            self.heartbeat.begin()
-            self._group = _group()
-            if self._rank == 0:
-                size = 1 if self._group is None else self._group.size()
-                if size != self._world_size:
-                    control_channel.report(Apart(ranks=self._world_size, group=size))
-                control_channel.report(StepsSeen(out=_output_size(1), err=_output_size(2)))
-                control_channel.report(Phase(phase="training"))
+            self._begin()
+
+    def _begin(self) -> None:
+        """The first step was seen."""
+        self.heartbeat.begin()
+        self._group = _group()
+        if self._rank != 0:
+            return
+        size = 1 if self._group is None else self._group.size()
+        if size != self._world_size:
+            control_channel.report(Apart(ranks=self._world_size, group=size))
+        control_channel.report(StepsSeen(out=_output_size(1), err=_output_size(2)))
+        control_channel.report(Phase(phase="training"))
 
     def _heartbeat_values(self) -> Mapping[str, Any]:
         """The figures as of ``ctx.run()``, without the phases that a step of the script is not divided into."""
-        told = self._times.heartbeat_values()
-        steps, _data, own, wait, _save = told["timing"]
-        return told | {"timing": [steps, None, own, wait, None], "made": self.steps}
+        values = self._times.heartbeat_values()
+        steps, _data, own, wait, _save = values["timing"]
+        return values | {"timing": [steps, None, own, wait, None], "made": self.steps}
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

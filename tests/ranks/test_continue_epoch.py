@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.script_loop import EpochItems
+from clusterddp.training.epoch_items import EpochItems
 from tests.waiting import preempt_local, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "resumes_at_epochs.py"
