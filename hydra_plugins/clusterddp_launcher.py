@@ -335,7 +335,8 @@ def _check_distinct(members: Sequence[_Member]) -> None:
 
 def _check_same(sweep: "Sweep") -> None:
     """Refuses an existing member with other overrides. Members are found by their numbers."""
-    from clusterddp.jobdef.load import list_differences, load_resolved
+    from clusterddp.jobdef.differences import list_differences
+    from clusterddp.jobdef.load import load_resolved
     from clusterddp.jobdef.secrets import without_secrets
 
     def shown(job: "Job") -> "Job":

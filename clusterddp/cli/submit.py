@@ -21,17 +21,8 @@ from clusterddp.errors import FAILED, INTERRUPTED, STOPPED, UNCONFIRMED, UsageEr
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, enumerated, say, show
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, runs_folder
-from clusterddp.runs import sweep_submission
+from clusterddp.runs import recording, sweep_submission
 from clusterddp.runs.progress_display import Progress, Shown
-from clusterddp.runs.recording import (
-    Content,
-    check_not_held,
-    choose_run_directory,
-    claim,
-    present_code,
-    recorded,
-    write_code,
-)
 from clusterddp.runs.submission import check, check_ranks, fit_to_cluster, record_local, submit_to_slurm
 from clusterddp.runs.sweep_members import Definition, argument_of, default_name, jobs_of, keys_of, named, of_options
 from clusterddp.runs.sweep_submission import Sweep, SweepFolder, check_marks, make_plan, planned, tell
@@ -86,7 +77,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     moments = [Moment.parse(*given) for given in arguments.preemptions]
     if warning := step_warning(job, moments):
         show(warning)
-    run = record_local(job, arguments.run_dir, Content(fork=arguments.fork))
+    run = record_local(job, arguments.run_dir, recording.Content(fork=arguments.fork))
     local = LocalRun(run, job, moments, arguments.debug)
     with Progress(
         run, job.steps, job.progress_interval, Shown(progress=arguments.debug is None, failures=False)
@@ -110,17 +101,17 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     from clusterddp.slurm.batch import batch_script
     from clusterddp.supervisor.main import supervise_slurm
 
-    present = present_code(job, run_dir)
-    run, created = claim(run_dir, job)
+    present = recording.present_code(job, run_dir)
+    run, created = recording.claim(run_dir, job)
     if changed or not run.exists():
         if run.exists():
-            check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
-        with recorded(run, job, created, Content(code=present)):
+            recording.check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
+        with recording.recorded(run, job, created, recording.Content(code=present)):
             jobs = allocation.as_allocated(job, os.environ)
             allocation.write_script(run, *(batch_script(each, run, Path.cwd()) for each in jobs))
     elif not in_batch_step(os.environ):  # a requeued batch step must not take the present code
-        check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
-        write_code(run, present)
+        recording.check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
+        recording.write_code(run, present)
     if in_batch_step(os.environ):
         return supervise_slurm(str(run))
     show(f"run directory: {run}")
@@ -136,11 +127,11 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     if arguments.dry_run:
         from clusterddp.slurm.batch import batch_script
 
-        run = choose_run_directory(arguments.run_dir, job)
+        run = recording.choose_run_directory(arguments.run_dir, job)
         print(batch_script(fit_to_cluster(job, required=False), run, Path.cwd()))
         return 0
     rank = arguments.debug
-    run, job_id = submit_to_slurm(job, arguments.run_dir, Content(fork=arguments.fork, debug_rank=rank))
+    run, job_id = submit_to_slurm(job, arguments.run_dir, recording.Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
     show(f"See the run's state with: clusterddp status {run.quoted}")

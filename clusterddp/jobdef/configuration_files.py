@@ -22,8 +22,9 @@ from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import kinds, yaml12
 from clusterddp.jobdef.configuration_paths import ConfigurationFile
 from clusterddp.jobdef.job import KEYS
-from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, NotIn, preset_names
+from clusterddp.jobdef.kinds import NotIn, preset_names
 from clusterddp.jobdef.program import placeholders_in
+from clusterddp.jobdef.slurm_kinds import INSTEAD_OF_KEY
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged
 from clusterddp.keys.kinds import Wrong, did_you_mean
 from clusterddp.keys.node import Fields, Mistake, Node, Place, PresetSource, raise_mistakes

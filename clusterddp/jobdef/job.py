@@ -2,7 +2,7 @@
 
 Each field of ``Job`` is a key. Its type, its default and the string below it are what the reader, the writer, the JSON
 Schema, the options of ``submit`` and the reference page need to know. ``Annotated`` adds the rest (``keys/table.py``,
-``jobdef/kinds.py``). To add a key, add a field and use it.
+``kinds.py``, ``slurm_kinds.py``). To add a key, add a field and use it.
 """
 
 from __future__ import annotations
@@ -14,38 +14,10 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from clusterddp.jobdef.kinds import (
-    BACKEND,
-    BEST,
-    COMMAND,
-    GPUS,
-    INTERFACES,
-    INTERVAL,
-    MEMORY,
-    MODULE,
-    NAME,
-    NODES,
-    ONE_GPU_PER_TASK,
-    ONE_JOB,
-    ONE_SCRIPT,
-    PATTERNS,
-    PYTHON,
-    SHELL_LINES,
-    SITE,
-    SNAPSHOT,
-    TIME,
-    VARIABLES,
-    FileOrLog,
-    Frozen,
-    NotIn,
-    OfScript,
-    Placeholders,
-    Sbatch,
-    Steps,
-    slurm_options,
-    time_text,
-)
+from clusterddp.jobdef import kinds
+from clusterddp.jobdef.kinds import Frozen, NotIn, Placeholders, Sbatch
 from clusterddp.jobdef.program import with_overrides
+from clusterddp.jobdef.slurm_kinds import GPUS, MEMORY, NODES, ONE_GPU_PER_TASK, TIME, slurm_options, time_text
 from clusterddp.keys import table
 from clusterddp.keys.kinds import REGEX, WORD, positive, whole
 from clusterddp.keys.node import Mistake, Node
@@ -70,7 +42,7 @@ class Keep:
     """The number of newest checkpoints."""
     every: int | None = None
     """Checkpoints whose step is a multiple of this. None: no such rule."""
-    best: Annotated[str | None, BEST, Parts("best_is")] = None
+    best: Annotated[str | None, kinds.BEST, Parts("best_is")] = None
     """The metric whose best checkpoint is kept. None: no such rule. A new best value is saved at once. After an
     evaluation under ``run.every()`` this is the evaluated state, otherwise the state after the step."""
     best_is: Literal["max", "min"] = "max"
@@ -98,7 +70,7 @@ _EVERY = (
 class Checkpointing:
     """When checkpoints are saved, in addition to the one at every stop, and which are kept."""
 
-    every_steps: Annotated[int | None, Named("every"), INTERVAL, Parts("every_s", "auto"), Text(_EVERY)] = None
+    every_steps: Annotated[int | None, Named("every"), kinds.INTERVAL, Parts("every_s", "auto"), Text(_EVERY)] = None
     """Steps between checkpoints. None: no such rule."""
     every_s: float | None = 300.0
     """Seconds between checkpoints. None: no such rule."""
@@ -158,7 +130,7 @@ class Watchdog:
 class Resume:
     """How a script that saves and loads its own checkpoints continues from the newest complete one."""
 
-    checkpoint: Annotated[tuple[str, ...], PATTERNS, Placeholders(only=("run_dir",))] = ()
+    checkpoint: Annotated[tuple[str, ...], kinds.PATTERNS, Placeholders(only=("run_dir",))] = ()
     """The checkpoint's file or folder as a pattern such as ``{run_dir}/out/checkpoint-*.pth``, or a list of patterns. A
     relative one is relative to the folder that the job was submitted in. Files from before the run do not match."""
     args: Annotated[tuple[str, ...], Placeholders()] = ()
@@ -217,26 +189,26 @@ class Job:
     name: Annotated[
         str,
         Named("job_name"),
-        NAME,
-        ONE_JOB,
+        kinds.NAME,
+        kinds.ONE_JOB,
         Option("-J, --job-name NAME", "name of the job, and of a new run directory"),
     ]
     """The name of the Slurm job and of the run directory. Default: that of the script or module."""
-    script: Annotated[str | None, ONE_JOB] = None
+    script: Annotated[str | None, kinds.ONE_JOB] = None
     """The training script's absolute path. In YAML, a relative path is relative to the YAML file."""
-    module: Annotated[str | None, MODULE, ONE_JOB] = None
+    module: Annotated[str | None, kinds.MODULE, kinds.ONE_JOB] = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
     hydra: bool | None = None
     """Whether the program is a Hydra app: sweeps write overrides, and all attempts and ranks have one output folder.
     None: detect it in the source (a function decorated with ``@hydra.main``)."""
-    args: Annotated[tuple[str, ...], Placeholders(), ONE_SCRIPT] = ()
+    args: Annotated[tuple[str, ...], Placeholders(), kinds.ONE_SCRIPT] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
     ``{local_rank}``, ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``. ``{{run_dir}}`` is the
     literal text."""
     resume: Annotated[
         Resume | None,
-        OfScript(Resume),
-        ONE_SCRIPT,
+        kinds.OfScript(Resume),
+        kinds.ONE_SCRIPT,
         Option(
             "--preset NAME",
             "name of the script's repository, to continue from the script's own checkpoints. See `clusterddp config "
@@ -246,7 +218,7 @@ class Job:
     """How a script continues from its own checkpoints: ``{checkpoint: "{run_dir}/out/*.pth", args: [--resume,
     "{checkpoint}"]}``, or the name of a preset, whose other keys apply, too. ``preset:`` combines one with keys of
     your own. None: the script needs no arguments, or uses ``ctx.run()``."""
-    done: Annotated[Done | None, FileOrLog(Done), Placeholders(only=("run_dir",)), ONE_SCRIPT] = None
+    done: Annotated[Done | None, kinds.FileOrLog(Done), Placeholders(only=("run_dir",)), kinds.ONE_SCRIPT] = None
     """A file pattern, or ``{log: REGEX}``, that marks the end of the run. The run completes once there is such a file
     or line of output, and not by exit code 0 alone. ``{run_dir}`` in it is the run directory. None: exit
     code 0 completes the run."""
@@ -332,7 +304,7 @@ class Job:
     """CPUs per rank. None: in proportion to the GPUs."""
     snapshot: Annotated[
         bool | str | None,
-        SNAPSHOT,
+        kinds.SNAPSHOT,
         Option(
             "--no-snapshot",
             "run the code that is in the checkout when an attempt starts, instead of a snapshot",
@@ -341,21 +313,21 @@ class Job:
     ] = None
     """Whether a submission takes a snapshot of the code. A size such as ``500M`` limits it. None: a batch job
     whose program is in a git repository takes one of at most 100 MB."""
-    hook: Annotated[tuple[str, ...], COMMAND] = ()
+    hook: Annotated[tuple[str, ...], kinds.COMMAND] = ()
     """A command that the supervisor starts when the run is preempted, resumed, stopped, or over, with the event on its
     standard input. YAML: a list of words, or one line for ``sh``."""
-    setup: Annotated[tuple[str, ...], SHELL_LINES] = ()
+    setup: Annotated[tuple[str, ...], kinds.SHELL_LINES] = ()
     """Shell lines that run on the first node before the ranks start. They follow those of configuration files. In place
     of these: ``setup: {replace: [module load cuda]}``."""
-    env: Annotated[dict[str, str], VARIABLES, Placeholders()] = field(default_factory=dict)
+    env: Annotated[dict[str, str], kinds.VARIABLES, Placeholders()] = field(default_factory=dict)
     """Environment variables for the ranks, with placeholders as in ``args``."""
-    python: Annotated[str | None, PYTHON] = None
+    python: Annotated[str | None, kinds.PYTHON] = None
     """The Python interpreter on the nodes. None: the interpreter of the submission."""
     sbatch: Annotated[dict[str, str | bool], slurm_options(_keys)] = field(default_factory=dict)
     """Other long options of sbatch, without dashes. True: an option without a value. False: not given."""
     srun: Annotated[dict[str, str | bool], slurm_options(_keys, ONE_GPU_PER_TASK)] = field(default_factory=dict)
     """The same for the srun that starts the ranks, such as ``container-image`` of pyxis."""
-    steps: Annotated[int | None, Steps(), Parts("see_steps", "step_log"), ONE_SCRIPT] = None
+    steps: Annotated[int | None, kinds.Steps(), Parts("see_steps", "step_log"), kinds.ONE_SCRIPT] = None
     """The number of steps for ``run.steps()`` without an argument. For scripts that do not use clusterddp: ``off`` does
     not count the steps of torch's optimizers, and ``{log: 'iter (\\d+)'}`` finds them in rank 0's output."""
     see_steps: bool = True
@@ -393,11 +365,11 @@ class Job:
     lift_hold: bool = True
     """Whether ``submit --wait`` and ``wait --resubmit`` release a requeued job from Slurm's hold. Owners may do so,
     but some sites ask their users not to."""
-    interface: Annotated[tuple[str, ...], INTERFACES] = ()
+    interface: Annotated[tuple[str, ...], kinds.INTERFACES] = ()
     """The network interface that the nodes of a job use: ``ib0``, or a list of which each node uses the first that it
     has. For connections between supervisor and ranks, MASTER_ADDR, gloo and NCCL. Empty: the one on the route to the
     other nodes, and NCCL chooses its own."""
-    backend: Annotated[Literal["nccl", "gloo"] | None, BACKEND] = None
+    backend: Annotated[Literal["nccl", "gloo"] | None, kinds.BACKEND] = None
     """The process group's backend. None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
     node_memory: Annotated[
         bool, Option("--no-node-memory", "also use nodes on which other runs failed", sets=False)
@@ -511,7 +483,7 @@ class _SiteEntry(Entry):
             "The name of a site, such as `lumi`: the values of its profile apply below all others. `clusterddp config "
             "sites` lists them. The job.yaml of a run has the values instead."
         )
-        super().__init__("site", (), SITE, Job, (Text(meaning), NotIn(("presets",))))
+        super().__init__("site", (), kinds.SITE, Job, (Text(meaning), NotIn(("presets",))))
 
     def read(self, node: Node, prefix: str, mistakes: list[Mistake]) -> dict[str, Any]:
         """No value of a field."""

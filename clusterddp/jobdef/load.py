@@ -7,27 +7,25 @@ A null restores a key's built-in default. One error reports all mistakes in all 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
-from clusterddp.jobdef import program, yaml12
+from clusterddp.jobdef import yaml12
+from clusterddp.jobdef.checks import check_together, given_node
 from clusterddp.jobdef.configuration_files import with_preset, with_site
-from clusterddp.jobdef.job import KEYS, Job, written
-from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, Placeholders, time_text
+from clusterddp.jobdef.job import KEYS, Job
 from clusterddp.jobdef.masking import MASK, is_secret
-from clusterddp.jobdef.secrets import revealed, without_secrets
+from clusterddp.jobdef.secrets import revealed
+from clusterddp.jobdef.slurm_kinds import INSTEAD_OF_KEY
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged, node_of
-from clusterddp.keys.node import Fields, Key, Mistake, Node, OptionSource, Place, PresetSource, raise_mistakes
-from clusterddp.keys.table import Entry, Section, collections, read_fields
-from clusterddp.reporter import counted
+from clusterddp.keys.node import Fields, Key, Mistake, Node, OptionSource, Place, raise_mistakes
+from clusterddp.keys.table import collections, read_fields
 from clusterddp.rundir.files import open_binary
 from clusterddp.trackers.registry import TRACKERS
 from clusterddp.version import __version__
@@ -186,7 +184,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
         read_fields(layer, KEYS, mistakes, instead=INSTEAD_OF_KEY)
     fields = merged(layers)
     values = read_fields(fields, KEYS, [] if mistakes else mistakes, instead=INSTEAD_OF_KEY)
-    script, module = (_given_node(fields, name) for name in ("script", "module"))
+    script, module = (given_node(fields, name) for name in ("script", "module"))
     if script and module:
         mistakes.append(Mistake(module.place, "module: expected either script or module, got both"))
     if not script and not module:
@@ -200,18 +198,9 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
     given = {key: values.pop(key, None) for key in TRACKERS}
     job = Job(**values, trackers={key: config for key, config in given.items() if config not in (None, False)})
-    _check_device(job, fields, mistakes)
-    _check_time_min(job, fields, mistakes)
-    _check_placeholders(job, fields, mistakes)
-    if _check_gpus_per_rank(job, fields, mistakes):
-        _check_global_batch(job, fields, mistakes)
+    check_together(job, fields, mistakes)
     raise_mistakes(mistakes)
     return job
-
-
-def _given_node(fields: Fields, name: str) -> Node | None:
-    node = get(fields, name)
-    return node if node is not None and node.value is not None else None
 
 
 def why_no_file(key: str, name: str, folder: Path) -> str:
@@ -226,175 +215,3 @@ def why_no_file(key: str, name: str, folder: Path) -> str:
     near = difflib.get_close_matches(path.name, names, 1)
     hint = f". Did you mean {str(Path(name).with_name(near[0]))!r}?" if near else ""
     return f"{key} {name!r} not found{where}{hint}"
-
-
-def _check_device(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
-    for name, needs_gpus in (("backend", job.backend == "nccl"), ("gpus_per_node", job.gpu_type is not None)):
-        node = get(fields, name)
-        if job.device == "cpu" and needs_gpus and node is not None:
-            mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs GPUs, but device is cpu"))
-
-
-def _check_time_min(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
-    node = get(fields, "time_min")
-    if node is not None and job.time_s is not None and (job.time_min_s or 0) > job.time_s:
-        longest = f"expected at most the job's time, {time_text(job.time_s)}"
-        mistakes.append(Mistake(node.place, f"time_min: {longest}, got {node.quoted}"))
-
-
-def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
-    """``resume`` names a checkpoint. The placeholders of all keys are known, and have a value there."""
-    resume = _given_node(fields, "resume")
-    inner = resume.value if resume is not None and isinstance(resume.value, dict) else {}
-    patterns = job.resume.checkpoint if job.resume else ()
-    known = any(mistake.message.startswith(("resume: ", "unknown key 'resume.")) for mistake in mistakes)
-    if resume is not None and inner is resume.value and not patterns and not known:
-        mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
-    args, replace = _given_node(inner, "args"), _given_node(inner, "replace")
-    if args and replace:
-        of_preset = f". To drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
-        wrong = "resume: expected args or replace, got both. The key replace replaces all arguments"
-        mistakes.append(Mistake(replace.place, wrong + of_preset))
-    for name, marked, owner in _with_placeholders(KEYS, fields):
-        for node in _texts(owner):
-            wrong_text = _wrong_path(node.text, marked.only) if marked.only else program.wrong_placeholder(node.text)
-            of_checkpoint = sorted(program.placeholders_in(node.text) & program.checkpoint_values("").keys())
-            if of_checkpoint and not patterns and not marked.only:
-                wrong_text = f"{{{of_checkpoint[0]}}} needs resume.checkpoint, the pattern of the script's checkpoints"
-            if wrong_text:
-                mistakes.append(Mistake(node.place, f"{name}: {wrong_text}"))
-
-
-def _with_placeholders(
-    table: Mapping[str, Entry], fields: Fields, prefix: str = ""
-) -> Iterator[tuple[str, Placeholders, Node]]:
-    """The given keys whose texts may contain placeholders, also those in sections."""
-    for key, node in fields.items():
-        if key not in table:
-            continue
-        entry = table[key]
-        if isinstance(entry.kind, Section) and isinstance(node.value, dict):
-            yield from _with_placeholders(entry.kind.table, node.value, f"{prefix}{key}.")
-        elif marked := entry.mark(Placeholders):
-            yield f"{prefix}{key}", marked, node
-
-
-def _wrong_path(pattern: str, allowed: Sequence[str]) -> str | None:
-    """Why a pattern of the script's files never matches."""
-    if pattern.startswith("~"):
-        return "'~' is not expanded. Write the full path"
-    if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", pattern):
-        return f"{variable[0]!r} is not expanded. Write the full path"
-    if why := program.wrong_placeholder(pattern, allowed, only=True):
-        return why
-    if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):
-        return f"{pattern!r} has a '[' without a closing ']'. Write [[] for a literal '['"
-    return None
-
-
-def _of_preset(node: Node) -> bool:
-    return isinstance(node.place.source, PresetSource)
-
-
-def _texts(node: Node | None) -> list[Node]:
-    """The scalars of a key: of a list, of a mapping's values, or itself."""
-    if node is None or node.value is None:
-        return []
-    if isinstance(node.value, dict):
-        return list(node.value.values())
-    return node.value if isinstance(node.value, list) else [node]
-
-
-def _check_gpus_per_rank(job: Job, fields: Fields, mistakes: list[Mistake]) -> bool:
-    """Whether the GPUs of a node can be divided evenly among its ranks."""
-    gpus, each = job.gpus_per_node, job.gpus_per_rank
-    node = _given_node(fields, "gpus_per_node") or _given_node(fields, "gpus_per_rank")
-    if node is None or gpus % each == 0:
-        return True
-    choices = [str(number) for number in (gpus // each * each, (gpus // each + 1) * each) if number]
-    wrong = f"gpus_per_node: {gpus} is not a multiple of gpus_per_rank, which is {each}"
-    mistakes.append(Mistake(node.place, f"{wrong}. Choose {' or '.join(choices)}"))
-    return False
-
-
-def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
-    """The global batch is the same on every number of nodes, and all of them must divide it evenly."""
-    batch, per_node = job.global_batch, job.ranks_per_node
-    ranks = {nodes: nodes * per_node for nodes in job.node_counts}
-    unit = math.lcm(*ranks.values())
-    nodes_node, batch_node = get(fields, "nodes"), _given_node(fields, "global_batch")
-    if nodes_node is not None and len(ranks) > 1 and batch_node is None:
-        missing = (
-            f"the range {nodes_node.text} requires global_batch, which is the number of samples per step over all ranks"
-        )
-        fitting = f"A multiple of {unit} fits every number of nodes. A smaller range allows other values"
-        mistakes.append(Mistake(nodes_node.place, f"nodes: {missing}. {fitting}"))
-    elif batch_node is not None and batch is not None and batch % unit:
-        uneven = " or ".join(f"{ranks[nodes]} ({nodes} x {per_node})" for nodes in ranks if batch % ranks[nodes])
-        nearest = [str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size]
-        choices = [*nearest, *(f"nodes: {nodes}" for nodes in ranks if batch % ranks[nodes] == 0)]
-        wrong = (
-            f"{counted(batch, 'sample')} cannot be divided evenly among {uneven} ranks. Choose {' or '.join(choices)}"
-        )
-        mistakes.append(Mistake(batch_node.place, f"global_batch: {wrong}"))
-
-
-def list_differences(recorded_job: Job, given_job: Job) -> list[str]:
-    """One line per value that differs: ``nodes: 2 recorded, 4 given``."""
-    recorded, given = _flat(written(recorded_job)), _flat(written(given_job))
-    before, after = (_flat(written(without_secrets(job)[0])) for job in (recorded_job, given_job))
-    lines = []
-    for key in dict.fromkeys([*recorded, *given]):
-        was, now = before.get(key), after.get(key)
-        if isinstance(was, tuple) and isinstance(now, tuple) and key.startswith("args"):
-            was, now = _where_they_differ(recorded[key], given[key], was, now)
-        if recorded.get(key) != given.get(key):
-            lines.append(f"{key}: {_shown(was)} recorded, {_shown(now)} given")
-    return lines
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values under dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
-def _where_they_differ(
-    recorded: tuple[str, ...], given: tuple[str, ...], before: tuple[str, ...], after: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The arguments that only one of two command lines has, an option with its value.
-
-    They are returned as in ``before`` and ``after``, where secrets are masked.
-    """
-    mine, theirs = _options(recorded), _options(given)
-    matcher = difflib.SequenceMatcher(
-        None, [recorded[part] for part in mine], [given[part] for part in theirs], autojunk=False
-    )
-    only_before: tuple[str, ...] = ()
-    only_after: tuple[str, ...] = ()
-    for kind, low, high, other_low, other_high in matcher.get_opcodes():
-        if kind != "equal":
-            only_before += tuple(word for part in mine[low:high] for word in before[part])
-            only_after += tuple(word for part in theirs[other_low:other_high] for word in after[part])
-    return only_before, only_after
-
-
-def _options(words: tuple[str, ...]) -> list[slice]:
-    """The parts of a command line: each option with its value, and each other word."""
-    parts: list[slice] = []
-    start = 0
-    while start < len(words):
-        with_value = words[start].startswith("-") and "=" not in words[start] and start + 1 < len(words)
-        end = start + (2 if with_value and not words[start + 1].startswith("--") else 1)
-        parts.append(slice(start, end))
-        start = end
-    return parts
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == ():
-        return "none"
-    text = shlex.join(value) if isinstance(value, tuple) else str(value)
-    return text if text and text.isprintable() else repr(text)

@@ -29,9 +29,11 @@ from clusterddp.history.beginnings import Forked
 from clusterddp.history.codec import encode, sentence
 from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.code_snapshot import Code, checkout_of
+from clusterddp.jobdef.checkout import checkout_of
+from clusterddp.jobdef.code_snapshot import Code
+from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import FUNCTION, Job, Keep
-from clusterddp.jobdef.load import list_differences, load_resolved
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.reporter import show
 from clusterddp.rundir.deletion import delete_entry

@@ -25,9 +25,10 @@ from clusterddp.history.words import at_step
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import clusters_in, read_configuration_files, site_profile
 from clusterddp.jobdef.configuration_paths import ConfigurationFile, find_configuration_files
+from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import KEYS, Job
 from clusterddp.jobdef.kinds import Frozen, site_names
-from clusterddp.jobdef.load import list_differences, load_resolved
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.program import is_hydra_app, module_file, placeholders_in
 from clusterddp.jobdef.tracking import check_packages
 from clusterddp.process import PACKAGE_FOLDER, signals_blocked

@@ -23,11 +23,11 @@ from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import KEYS as JOB_KEYS
 from clusterddp.jobdef.job import Job, best_metric
-from clusterddp.jobdef.kinds import INSTEAD_OF_KEY
 from clusterddp.jobdef.load import load_resolved, variants, why_no_file
 from clusterddp.jobdef.masking import is_secret
 from clusterddp.jobdef.program import with_overrides
 from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.jobdef.slurm_kinds import INSTEAD_OF_KEY
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, node_of
 from clusterddp.keys.node import Mistake, Node, Place, raise_mistakes
 from clusterddp.keys.table import check_keys

@@ -39,8 +39,8 @@ from clusterddp.errors import (
 from clusterddp.failures import exclusion, node_memory
 from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef.code_snapshot import Code
+from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.load import list_differences
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from clusterddp.errors import SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.kinds import ONE_GPU_PER_TASK
 from clusterddp.jobdef.masking import MASK, is_secret
+from clusterddp.jobdef.slurm_kinds import ONE_GPU_PER_TASK
 from clusterddp.reporter import counted
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm

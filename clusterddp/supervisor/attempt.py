@@ -36,7 +36,7 @@ from clusterddp.history.steps import ChildStep, DeviceMemory, Progress, StepsSee
 from clusterddp.history.stops import Overdue
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.code_snapshot import changed_code, code_state
+from clusterddp.jobdef.code_state import changed_code, code_state
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.messages.reports import End, Wrote

@@ -42,19 +42,7 @@ from clusterddp.errors import (
 )
 from clusterddp.failures.stack_traces import main_thread_stack, stacks, write_stacks
 from clusterddp.history.stops import Notified, Signal
-from clusterddp.messages.orders import (
-    Commit,
-    Connect,
-    CountSteps,
-    Explain,
-    Leave,
-    Order,
-    RecordFlight,
-    Save,
-    SendStacks,
-    Stop,
-    WriteStacks,
-)
+from clusterddp.messages import orders
 from clusterddp.messages.reports import End, Left, Made, Saving, record_of
 from clusterddp.process import at_exit, collect_rarely, die_with_parent, module_command, this_process
 from clusterddp.reporter import say, say_unlocked, show
@@ -376,32 +364,32 @@ def exit_if_superseded(run: RunDirectory, end: Ending) -> NoReturn:
     rank_exit.exit_now(1)  # without the script's exit handlers, which may write to files that the newer attempt uses
 
 
-def obey(channel: ControlChannel, order: Order) -> None:
+def obey(channel: ControlChannel, order: orders.Order) -> None:
     """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, count its steps,
     commit, report or write stacks, write torch's flight record, or exit at once. Works even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
     match order:
-        case Stop():
+        case orders.Stop():
             channel.stop(order.reason)
-        case Connect():
+        case orders.Connect():
             channel.store_open.set()
-        case RecordFlight():
+        case orders.RecordFlight():
             channel.write_flight_record()
-        case WriteStacks():
+        case orders.WriteStacks():
             write_stacks(order.seconds)
-        case SendStacks():  # in a separate thread, so that orders that follow do not wait for it
+        case orders.SendStacks():  # in a separate thread, so that orders that follow do not wait for it
             _in_thread(lambda: channel.send(stacks(order.request)), "stacks")
-        case Explain():
+        case orders.Explain():
             _in_thread(lambda: _explain(channel, order), "facts")
-        case Save():
+        case orders.Save():
             _save(channel, order)
-        case CountSteps() if channel.steps_made is not None:
+        case orders.CountSteps() if channel.steps_made is not None:
             channel.send(Made(question=order.question, step=channel.steps_made()))
-        case Commit():
+        case orders.Commit():
             channel.answer(order)
-        case Leave() if _used_clusterddp():
+        case orders.Leave() if _used_clusterddp():
             say_unlocked(f"exiting, because {order.why}")
             where = _short(main_thread_stack(), LONGEST_TRACEBACK)
             channel.send(left(End.DISMISSED, error=order.why, traceback=where, used_clusterddp=True))
@@ -413,7 +401,7 @@ def _in_thread(work: Callable[[], None], name: str) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
-def _explain(channel: ControlChannel, order: Explain) -> None:
+def _explain(channel: ControlChannel, order: orders.Explain) -> None:
     """Reports what may make this rank slow."""
     from clusterddp.history.failures import SlowNode  # few runs need it
 
@@ -421,7 +409,7 @@ def _explain(channel: ControlChannel, order: Explain) -> None:
     channel.send(SlowNode(host=HOST, ratio=order.ratio, seconds=order.seconds, facts=facts))
 
 
-def _save(channel: ControlChannel, order: Save) -> None:
+def _save(channel: ControlChannel, order: orders.Save) -> None:
     """Has the next step boundary save. The answer comes first, because it must precede the checkpoint's report."""
     if (run := channel.run) is None:
         channel.send(Saving(request=order.request))

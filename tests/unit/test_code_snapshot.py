@@ -14,7 +14,9 @@ import pytest
 from clusterddp import protocol
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
-from clusterddp.jobdef.code_snapshot import Code, changed_code, checkout_of, current, described, present, unused, use
+from clusterddp.jobdef.checkout import checkout_of
+from clusterddp.jobdef.code_snapshot import Code, current, described, present, unused, use
+from clusterddp.jobdef.code_state import changed_code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values, load_resolved
 from clusterddp.rundir.ownership import check_run
@@ -265,7 +267,7 @@ def test_code_that_is_too_large_is_refused_and_the_message_names_what_is_large(r
 
 def test_many_small_files_are_large_too(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes at least a block of the disk."""
-    monkeypatch.setattr("clusterddp.jobdef.code_snapshot.MOST_BYTES", 4 * 4096)
+    monkeypatch.setattr("clusterddp.jobdef.checkout.MOST_BYTES", 4 * 4096)
     assert checkout_of(job(), []) is not None
     write(repository, {"a": "", "b": ""})
     with raises(UsageError):

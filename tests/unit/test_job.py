@@ -11,6 +11,7 @@ from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.configuration_files import read_configuration_files
 from clusterddp.jobdef.configuration_paths import ConfigurationFile
+from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import (
     KEYS,
     Checkpointing,
@@ -23,7 +24,7 @@ from clusterddp.jobdef.job import (
     Timeouts,
     Watchdog,
 )
-from clusterddp.jobdef.load import from_values, list_differences, load, load_resolved
+from clusterddp.jobdef.load import from_values, load, load_resolved
 from clusterddp.trackers.mlflow import Mlflow
 from clusterddp.trackers.wandb import Wandb
 from tests.wording import raises

@@ -23,8 +23,8 @@ from clusterddp import entry
 from clusterddp.cli.command_line import command as run_command
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
+from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job, Resume
-from clusterddp.jobdef.load import list_differences
 from clusterddp.jobdef.masking import MASK, _forms, is_secret, known_secrets, masked
 from clusterddp.jobdef.secrets import secret_values, with_secrets, without_secrets
 from clusterddp.rundir import run_directory

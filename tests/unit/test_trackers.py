@@ -63,7 +63,8 @@ import sys
 from clusterddp import trackers
 trackers.__path__.append(sys.argv[1])
 from clusterddp.jobdef.json_schema import job_schema
-from clusterddp.jobdef.load import from_values, list_differences
+from clusterddp.jobdef.differences import list_differences
+from clusterddp.jobdef.load import from_values
 job = from_values({"module": "train", "memo": "here"})
 assert job.trackers == {"memo": "here"} and "memo: here" in job.to_yaml()
 assert list_differences(from_values({"module": "train"}), job) == ["memo: none recorded, here given"]
