@@ -123,7 +123,10 @@ def _waiting(state: RunState, now: float) -> Sequence[Fact]:
 
 def _log(state: RunState) -> Sequence[Fact]:
     """The end of the log of a job that did not record why it ended. The reason has the last line."""
-    return [("" if index else "its log", line) for index, line in enumerate(state.log)] if len(state.log) > 1 else []
+    if len(state.log) < 2:
+        return []
+    first, *more = state.log
+    return [("its log", first), *(("", line) for line in more)]
 
 
 def _time(

@@ -313,7 +313,9 @@ class Steps:
     def write(self, *values: Any) -> Any:
         """As every kind."""
         steps, see_steps, step_log = values
-        return steps or ({"log": step_log} if step_log else None if see_steps else "off")
+        if steps or step_log:
+            return steps or {"log": step_log}
+        return None if see_steps else "off"
 
     def schema(self) -> Schema:
         """As every kind."""

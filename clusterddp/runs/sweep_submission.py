@@ -529,7 +529,9 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
         if names:
             show(f"{state}: {listed(names)}. To run {state} members again, use {sweep.retry_option.format(state)}")
     failed_before = set(plan.in_state("failed")) - set(plan.submit)
-    return FAILED if failed or cancelled or failed_before else UNCONFIRMED if unconfirmed else 0
+    if failed or cancelled or failed_before:
+        return FAILED
+    return UNCONFIRMED if unconfirmed else 0
 
 
 def _run(sweep: Sweep, name: str) -> int:

@@ -160,8 +160,11 @@ def _script_s(attempt: AttemptView) -> float | None:
     """For how long an attempt's script ran on rank 0. None if it was not started."""
     phases = attempt.all(Phase)
     starts = [event.time for event in phases if event.phase == "importing"]
+    if not starts:
+        return None
     ends = [event.time for event in phases if event.phase == "ending"]
-    return (ends or [event.time for event in attempt])[-1] - starts[0] if starts else None
+    end = ends[-1] if ends else attempt.last_time
+    return end - starts[0]
 
 
 def _interrupted(attempt: AttemptView) -> bool:

@@ -84,8 +84,10 @@ def _fruitless(job: Job, history: RunView) -> int:
         failed, timed = any(map(_failed, attempt)), any(map(_timed, attempt))
         if not records and attempt.lasted_s >= LONG_S:
             break
-        saved = bool(new_checkpoints(attempt)) or attempt.has(Checkpoint)
-        if not (failed or (timed and (records or attempt.lasted_s < PROGRESS_S))) or saved:
+        if new_checkpoints(attempt) or attempt.has(Checkpoint):
+            break
+        timed_without_save = timed and (records or attempt.lasted_s < PROGRESS_S)
+        if not failed and not timed_without_save:
             break
         count += 1
     return count

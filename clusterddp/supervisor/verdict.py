@@ -367,47 +367,56 @@ def judge(
     ``stop_sent``: whether ranks were asked to stop. A crash just before the time limit is no consequence of it.
     ``progress``: of this attempt and those before. None if there was none.
     """
-    all_done = (exit_code == 0 or exit_code > 128) and all(end.end is End.DONE for end in ends)
+    launcher_done = exit_code == 0 or exit_code > 128
+    all_done = launcher_done and all(end.end is End.DONE for end in ends)
     left_loop = any(end.left_loop for end in ends)
-    finished = "all ranks finished" + (
-        f", and one exited with code {exit_code} during its shutdown" if exit_code else ""
-    )
+    finished = "all ranks finished"
+    if exit_code:
+        finished += f", and one exited with code {exit_code} during its shutdown"
     if all_done and not left_loop and all(end.used_clusterddp for end in ends):
         return Verdict(Action.COMPLETE, finished)
     failures = _in_order([end for end in ends if end.failed])
-    raised = failures[0] if failures and failures[0].end is End.EXCEPTION else None
+    first = failures[0] if failures else None
+    raised = first if first is not None and first.end is End.EXCEPTION else None
     others = tuple(failures[1:])
-    restarts, because = _restarts(failures[0], progress or Progress()) if failures else (False, "")
+    restarts, because = (False, "") if first is None else _restarts(first, progress or Progress())
     if raised is not None and raised.used_clusterddp and not restarts and not stop_sent:
         return Verdict(Action.FAIL, _with(raised, because), Cause.NONE, raised, others, because)
-    if failures and (
-        failures[0].end is End.DECLINED or (failures[0].end is End.REFUSED and not restarts and not stop_sent)
-    ):
-        return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
+    if first is not None and first.end is End.REFUSED and not restarts and not stop_sent:
+        return Verdict(Action.FAIL, first.sentence(), Cause.NONE, first)
+    if first is not None and first.end is End.DECLINED:
+        return Verdict(Action.FAIL, first.sentence(), Cause.NONE, first)
     cause = ask()
     if cause is Cause.TIME_LIMIT and not stop_sent:
         cause = Cause.NONE
-    # A script that does not use clusterddp, or left its loop, also exits with code 0 after a notice: it was stopped.
-    if all_done and (cause is Cause.UNKNOWN and not stop_sent if left_loop else cause in _BY_REQUEST):
+    if all_done and not _stopped(cause, left_loop, stop_sent):
         cause = Cause.NONE
     if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
         told_of = raised or next((end for end in failures if end.end.of_launcher and cause is Cause.UNKNOWN), None)
         return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, told_of, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, finished)
-    if failures and (early := _early_leaver(ends, failures)) is not None:
+    if first is not None and (early := _early_leaver(ends, failures)) is not None:
         others = tuple(end for end in failures if end.rank != early.rank)
         return Verdict(Action.RESTART, early.sentence(), cause, early, others)
-    if failures and restarts:
-        return Verdict(Action.RESTART, failures[0].sentence(), cause, failures[0], others, because)
-    if failures:
-        return Verdict(Action.FAIL, _with(failures[0], because), cause, failures[0], others, because)
+    if first is not None and restarts:
+        return Verdict(Action.RESTART, first.sentence(), cause, first, others, because)
+    if first is not None:
+        return Verdict(Action.FAIL, _with(first, because), cause, first, others, because)
     if stopped := [end for end in ends if end.end is End.STOPPED]:
         # By run.stop() or requeue(). A signal before all ranks had joined is not reported as one.
         if not stop_sent and all(end.used_clusterddp for end in stopped):
             cause = Cause.BY_SCRIPT
         return Verdict(Action.LEAVE, cause.value, cause)
     return Verdict(Action.FAIL, f"all ranks finished, but the launcher exited with code {exit_code}")
+
+
+def _stopped(cause: Cause, left_loop: bool, stop_sent: bool) -> bool:
+    """Whether ranks that exited with code 0 were stopped. A script that does not use clusterddp, or left its loop, also
+    does so after a notice."""
+    if left_loop:
+        return stop_sent or cause is not Cause.UNKNOWN
+    return cause not in _BY_REQUEST
 
 
 def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
