@@ -11,10 +11,10 @@ from typing import Any
 
 from clusterddp.cli.options import JOB_OPTIONS, PACKAGED_JOB, add_job_arguments, option_values, set_values
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.jobdef import configuration_files
+from clusterddp.jobdef import configuration_files, presets
 from clusterddp.jobdef.configuration_paths import find_configuration_files
 from clusterddp.jobdef.job import one_line, written
-from clusterddp.jobdef.kinds import site_names
+from clusterddp.jobdef.kinds import preset_names, site_names
 from clusterddp.jobdef.load import Origins, load
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.jobdef.yaml12 import file_fields
@@ -142,14 +142,14 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
 
 def show_presets(name: str | None) -> int:
     """Prints a line for each preset, or the file of one, and returns the exit code."""
-    names = configuration_files.preset_names()
+    names = preset_names()
     if name is None:
         width = max(map(len, names))
-        put("\n".join(f"{one:<{width}}  {configuration_files.preset_purpose(one)}" for one in names))
+        put("\n".join(f"{one:<{width}}  {presets.preset_purpose(one)}" for one in names))
         return 0
     if name not in names:
         raise UsageError(f"unknown preset {name!r}{did_you_mean(name, names) or '.'} Presets: {', '.join(names)}")
-    put(configuration_files.preset_text(name).rstrip("\n"))
+    put(presets.preset_text(name).rstrip("\n"))
     return 0
 
 

@@ -1,19 +1,16 @@
-"""What job definitions share: configuration files of the site, user and project, and presets for known repositories.
+"""The configuration files of the site, user and project, and the profiles of sites.
 
 A configuration file has ``defaults:`` and ``clusters: {NAME: ...}``, whose values win on that cluster. The user's
 file overrides the site's, and the project's overrides both. Both sections may have ``targets: {NAME: ...}``, such as
 the kinds of nodes of a cluster, one of which is chosen at submission. The profile of a site, ``sites/NAME.yaml``, has
-the values that its documentation names, and is below all of these. A preset, ``presets/NAME.yaml``, is a piece of a job
-definition for a public training repository: ``resume: NAME`` takes all keys of the file. Its first line, a comment,
-names the script that it is for. A job definition overrides them all.
+the values that its documentation names, and is below all of these. A job definition overrides them all.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +19,11 @@ from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import kinds, yaml12
 from clusterddp.jobdef.configuration_paths import ConfigurationFile
 from clusterddp.jobdef.job import KEYS
-from clusterddp.jobdef.kinds import NotIn, preset_names
-from clusterddp.jobdef.program import placeholders_in
+from clusterddp.jobdef.kinds import NotIn
 from clusterddp.jobdef.slurm_kinds import INSTEAD_OF_KEY
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged
-from clusterddp.keys.kinds import Wrong, did_you_mean
-from clusterddp.keys.node import Fields, Mistake, Node, Place, PresetSource, raise_mistakes
+from clusterddp.keys.kinds import Wrong
+from clusterddp.keys.node import Fields, Mistake, Node, Place, raise_mistakes
 from clusterddp.keys.table import Entry, check_keys, read_fields
 from clusterddp.rundir.ownership import why_foreign
 
@@ -174,7 +170,7 @@ def with_site(layers: Sequence[Fields], on: str | None, mistakes: list[Mistake])
     """The layers of a job definition. In the first, the configuration files, the profile of the site that a layer names
     is below, and the target ``on`` is above. No layer names the site or has targets any more."""
     configured, *rest = layers
-    named = next((node for layer in reversed(layers) if (node := _get(layer, "site")) is not None), None)
+    named = next((node for layer in reversed(layers) if (node := get(layer, "site")) is not None), None)
     values, targets = {}, fields_of(get(configured, TARGETS), mistakes)
     if named is not None and named.value is not None:
         try:
@@ -189,99 +185,3 @@ def with_site(layers: Sequence[Fields], on: str | None, mistakes: list[Mistake])
     target = fields_of(get(targets, on), mistakes) if on is not None else {}
     first = merged([values, _without(configured, TARGETS, RUNS_DIR), target])
     return [_without(layer, "site") for layer in (first, *rest)]
-
-
-def preset_text(name: str) -> str:
-    """The file of a preset."""
-    return (kinds.PRESETS_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def preset_purpose(name: str) -> str:
-    """One line with the script that it is for."""
-    return preset_text(name).partition("\n")[0].lstrip("# ")
-
-
-def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Fields]:
-    """The layers of a job definition with the preset that they name. Of several names, the last one counts.
-
-    It comes after the first layer, the configuration files. The job's ``args`` replace those of its ``args`` that set
-    the same options.
-    """
-    named: Node | None = None
-    rest: list[Fields] = []
-    for layer in layers:
-        node = _get(layer, "resume")
-        if node is None:
-            rest.append(layer)
-        elif isinstance(node.value, dict):
-            chosen = _get(node.value, "preset")
-            named = chosen if chosen is not None and chosen.value is not None else named
-            inner = {key: item for key, item in node.value.items() if key != "preset"}
-            rest.append(
-                {key: dataclasses.replace(node, value=inner) if key == "resume" else layer[key] for key in layer}
-            )
-        elif isinstance(node.value, list):
-            rest.append(layer)  # a mistake
-        else:  # a name or a null replaces the value of earlier layers
-            named = node if node.value is not None else None
-            rest = [{key: item for key, item in one.items() if key != "resume"} for one in [*rest, layer]]
-    if named is None:
-        return rest
-    if named.text not in preset_names():
-        hint = did_you_mean(named.text, preset_names()) or f". Presets: {', '.join(preset_names())}"
-        expected = "expected a mapping with checkpoint: PATTERN, or the name of a preset"
-        mistakes.append(Mistake(named.place, f"resume: {expected}, got {named.quoted}{hint}"))
-        return rest
-    root = yaml12.load(preset_text(named.text), PresetSource(f"preset {named.text}"))
-    preset = root.value if isinstance(root.value, dict) else {}
-    given = [(index, node) for index, layer in enumerate(rest) if (node := _get(layer, "args")) is not None]
-    if given and isinstance(given[-1][1].value, list):
-        index, node = given[-1]
-        elsewhere = any(_has_checkpoint(layer) for layer in rest)
-        more = _added_arguments(preset, node, None if elsewhere else named, mistakes)
-        joined = dataclasses.replace(node, value=[*_items(node), *more])
-        rest[index] = {key: joined if key == "args" else item for key, item in rest[index].items()}
-    return [*rest[:1], preset, *rest[1:]]
-
-
-def _added_arguments(preset: Fields, given: Node, named: Node | None, mistakes: list[Mistake]) -> list[Node]:
-    """The preset's arguments without the options that the job's own have.
-
-    ``named``: the preset's name if it sets the place of the checkpoints. Options with the folder must then be its own.
-    """
-    words = [item.text for item in _items(given)]
-    kept: list[Node] = []
-    for option in _options(_items(_get(preset, "args"))):
-        name = option[0].text.partition("=")[0]
-        if not any(word == name or word.startswith(f"{name}=") for word in words):
-            kept += option
-        elif named is not None and any("run_dir" in placeholders_in(item.text) for item in option):
-            written = " ".join(item.text for item in option)
-            what = f"args: {name} is also set by the preset {named.text} ({written}), which looks for checkpoints there"
-            mistakes.append(Mistake(given.place, f"{what}. Remove it, or also set resume.checkpoint"))
-    return kept
-
-
-def _options(words: Sequence[Node]) -> Iterator[list[Node]]:
-    """Each option with the words that follow it."""
-    option: list[Node] = []
-    for word in words:
-        if word.text.startswith("-") and option:
-            yield option
-            option = []
-        option.append(word)
-    if option:
-        yield option
-
-
-def _has_checkpoint(layer: Fields) -> bool:
-    node = _get(layer, "resume")
-    return node is not None and isinstance(node.value, dict) and _get(node.value, "checkpoint") is not None
-
-
-def _items(node: Node | None) -> list[Node]:
-    return node.value if node is not None and isinstance(node.value, list) else []
-
-
-def _get(fields: Fields, name: str) -> Node | None:
-    return next((node for key, node in fields.items() if key == name), None)

@@ -18,9 +18,10 @@ from typing import Any
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import yaml12
 from clusterddp.jobdef.checks import check_together, given_node
-from clusterddp.jobdef.configuration_files import with_preset, with_site
+from clusterddp.jobdef.configuration_files import with_site
 from clusterddp.jobdef.job import KEYS, Job
 from clusterddp.jobdef.masking import MASK, is_secret
+from clusterddp.jobdef.presets import with_preset
 from clusterddp.jobdef.secrets import revealed
 from clusterddp.jobdef.slurm_kinds import INSTEAD_OF_KEY
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged, node_of

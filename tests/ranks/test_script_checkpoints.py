@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.history.codec import sentence
-from clusterddp.jobdef import configuration_files
+from clusterddp.jobdef import kinds
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.histories import event_of
 from tests.waiting import preempt_local, story, wait_until
@@ -129,4 +129,4 @@ def test_a_failure_before_any_progress_names_the_arguments_that_were_added(run: 
 
 
 def test_the_presets_that_come_with_clusterddp_are_in_the_package() -> None:
-    assert {"nanogpt", "timm", "torchvision", "mae"} <= set(configuration_files.preset_names())
+    assert {"nanogpt", "timm", "torchvision", "mae"} <= set(kinds.preset_names())

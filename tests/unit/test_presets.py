@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.errors import JobDefinitionError, UsageError
-from clusterddp.jobdef import configuration_files, kinds, program
+from clusterddp.jobdef import configuration_files, kinds, presets, program
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.load import from_values, load
 from clusterddp.jobdef.yaml12 import load as read_yaml
@@ -132,7 +132,7 @@ def test_each_preset_is_a_valid_piece_of_a_job_definition(file: Path, monkeypatc
     assert isinstance(root.value, dict)
     read_fields(root.value, configuration_files.keys_in("presets"), mistakes)
     assert not mistakes
-    assert re.fullmatch(r"\w[^#]{10,100}", configuration_files.preset_purpose(file.stem))
+    assert re.fullmatch(r"\w[^#]{10,100}", presets.preset_purpose(file.stem))
     made = job({"resume": file.stem}).resume
     current_folder = file.stem in ("mmengine", "pytorch-imagenet")
     assert made is None or all(pattern.startswith("{run_dir}/") != current_folder for pattern in made.checkpoint)

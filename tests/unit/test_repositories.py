@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from clusterddp.jobdef import configuration_files
+from clusterddp.jobdef import kinds
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.repositories.disturbances import Result, outcome_of
 from tests.repositories.entries import Copy, Repository, read_all
@@ -16,7 +16,7 @@ WHOLE = Result("undisturbed", "completed", True, 1, 8, 0, "4 2", "0.5", 9.0, Tru
 def test_every_entry_reads_and_names_a_preset_that_exists() -> None:
     entries = read_all()
     assert len(entries) >= 10
-    assert {entry.preset for entry in entries if entry.preset} <= set(configuration_files.preset_names())
+    assert {entry.preset for entry in entries if entry.preset} <= set(kinds.preset_names())
     assert all(len(entry.commit) == 40 and entry.url.startswith("https://github.com/") for entry in entries)
 
 
