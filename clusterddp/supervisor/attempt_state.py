@@ -407,6 +407,8 @@ class State:
     killed: bool = False
     #: What rank 0 has asked before its newest commit.
     question: Question | None = None
+    #: After which step ranks have left a loop before its end, as with ``break``. Another loop may have followed.
+    left_loop: PerRank[int] = field(default_factory=PerRank[int])
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
     #: Whether rank 0 stops without the others: no step ended in time, or it has called a callable's ``checkpoint()``.
@@ -490,6 +492,11 @@ class State:
     def ended_well(self) -> set[int]:
         """The ranks that finished or stopped."""
         return {rank for rank, left in self.ends.items() if left.end.well}
+
+    def left_loop_at(self, rank: int, otherwise: int) -> int:
+        """The steps that a rank made which is done with steps left. ``otherwise`` of a rank that has none left."""
+        left = self.ends.get(rank)
+        return self.left_loop.get(rank, otherwise) if left is not None and left.left_loop else otherwise
 
     def gpu_fault_of(self, rank: int, at: float) -> str:
         """The fault of a rank's GPU that may be why the rank failed at ``at``. Empty if there is none."""

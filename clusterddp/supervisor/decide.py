@@ -30,7 +30,7 @@ from clusterddp.history.failures import (
     gpu_fault,
 )
 from clusterddp.history.steps import Progress
-from clusterddp.history.stops import Finishing, Notified, Overdue, Signal, Stopping
+from clusterddp.history.stops import Finishing, LeftLoop, Notified, Overdue, Signal, Stopping
 from clusterddp.messages import orders
 from clusterddp.messages.reports import (
     Alive,
@@ -212,6 +212,8 @@ def _note(state: State, rank: int, event: HistoryEvent) -> Step:
             return _abandon(replace(state, unfinished=event.step < event.steps, saving=False))
         case Signal():
             return _confirmed(state, SIGNAL)
+        case LeftLoop():
+            return replace(state, left_loop=state.left_loop.put(rank, event.step)), []
         case Notified():
             return _confirmed(state, event.reason)
         case Checkpoint():
@@ -279,7 +281,7 @@ def _ask_again(state: State, timer: Timer) -> Step:
 
 
 def _on_committing(state: State, asking: Committing, now: float) -> Step:
-    """Rank 0 may commit its checkpoint of a step once every other rank has made the step, or has finished.
+    """Rank 0 may commit its checkpoint of a step once every other rank has made the step, or has finished all of them.
 
     Rank 0 repeats its question until it has the answer. If a rank is lost that has not said so, rank 0's script may
     have caught the error of a collective and continued alone. It is then ended at once, because further steps do not
@@ -287,8 +289,13 @@ def _on_committing(state: State, asking: Committing, now: float) -> Step:
     """
     asked, number, step = state.question, asking.question, asking.step
     again = asked is not None and (asked.number, asked.step) == (number, step)
-    waiting = set(asked.waiting if asked is not None and again else range(1, state.job.world_size)) - state.ended_well
+    waiting = set(asked.waiting if asked is not None and again else range(1, state.job.world_size))
+    behind = [rank for rank in sorted(waiting & state.ended_well) if state.left_loop_at(rank, step) < step]
+    waiting -= state.ended_well - {*behind}
     state = replace(state, question=Question(number, step, PerRank(dict.fromkeys(waiting, True))))
+    if behind:
+        why = f"rank {behind[0]} left its loop after step {state.left_loop_at(behind[0], step)} and exited"
+        return state, [Broadcast(orders.Commit(number, why), _RANK_0)]
     if lost := waiting & state.lost_at.keys():
         why = _exited(state, min(lost, key=lambda rank: state.lost_at[rank]))
         leave = [] if _rest_s(state, now) > 0 else [Broadcast(orders.Leave(why), _RANK_0)]

@@ -53,6 +53,9 @@ from clusterddp.supervisor.retry_limits import FRUITLESS
 
 #: Two connections that end within this many seconds count as ending together.
 JITTER_S = 0.5
+#: So much later may the connection of a killed rank end than that of a peer that lost it. Where memory is short, the
+#: kernel takes a while to close the sockets of a large process.
+CLOSING_S = 3.0
 
 
 class Action(enum.Enum):
@@ -462,7 +465,9 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     was asked to exit never comes first, even if the rank that failed before it was killed before it joined.
     """
     failures = sorted(failures, key=lambda end: (end.started, end.end is End.DISMISSED, end.lost_at, end.rank))
-    near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
+    # A peer that was lost must have failed before.
+    within_s = CLOSING_S if failures and failures[0].lost_peer else JITTER_S
+    near = [end for end in failures if end.lost_at <= failures[0].lost_at + within_s]
     own = [end for end in near if end.by_itself]
     # One that ended before it joined was never connected, but the launcher saw that it was the first.
     unseen = [end for end in failures if end.by_itself and math.isinf(end.lost_at)]

@@ -87,6 +87,9 @@ AGAIN = StartTimer(Timer.STOP_CHECK, STOP_CHECK_S)
 #: Rank 0's question before it commits a checkpoint, that to rank 1, its answer, and what rank 0 gets.
 ASKING = reported(0, "committing", {"question": 3, "step": 7})
 COUNT, MADE = Broadcast(orders.CountSteps(3), frozenset((1,))), reported(1, "made", {"question": 3, "step": 7})
+LEFT_LOOP = reported(1, "left_loop", {"step": 6, "steps": 9, "by": "break"})
+DONE_EARLY = reported(1, "left", {"host": "n2", "end": "done", "left_loop": True})
+BEHIND = "rank 1 left its loop after step 6 and exited"
 NOT_RANK_0 = reported(1, "committing", {"question": 3, "step": 0})
 MAY = Broadcast(orders.Commit(3), frozenset((0,)))
 MAY_NOT = Broadcast(orders.Commit(3, "rank 1 (n2) exited"), frozenset((0,)))
@@ -139,6 +142,10 @@ def test_a_connection_that_breaks_before_its_rank_has_named_its_host_is_that_of_
         ([ASKING], reported(1, "made", {"question": 3, "step": 6}), []),
         ([ASKING, NOT_RANK_0], reported(1, "made", {"question": 3, "step": 6}), []),
         ([], NOT_RANK_0, []),
+        ([LEFT_LOOP, DONE_EARLY], ASKING, [Broadcast(orders.Commit(3, BEHIND), frozenset((0,)))]),
+        ([ASKING, LEFT_LOOP, DONE_EARLY], ASKING, [Broadcast(orders.Commit(3, BEHIND), frozenset((0,)))]),
+        ([LEFT_LOOP, DONE_EARLY], reported(0, "committing", {"question": 3, "step": 6}), [MAY]),
+        ([LEFT_LOOP, reported(1, "left", {"host": "n2", "end": "done"})], ASKING, [MAY]),  # after another loop
         ([ASKING], reported(1, "made", {"question": 2, "step": 7}), []),
         ([ASKING, reported(1, "made", {"question": 3, "step": 6})], ASKING, [COUNT]),
         ([ASKING, MADE], MADE, []),

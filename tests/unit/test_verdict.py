@@ -487,11 +487,12 @@ def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:
     assert verdict.others == (peer, ended)
 
 
-def test_a_killed_rank_comes_before_the_peers_that_miss_it() -> None:
+@pytest.mark.parametrize("later_s", [0.01, 2.5])
+def test_a_killed_rank_comes_before_the_peers_that_miss_it(later_s: float) -> None:
     """Its connection may break a moment after a peer has failed of it; the launcher saw it end first."""
     peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
     exit_statuses = in_order({1: ExitStatus(signal=9), 0: ExitStatus(exit_code=1), 2: ExitStatus(signal=9)})
-    killed, ended = (end("died", rank, lost_at=4.01, death=exit_statuses[rank]) for rank in (1, 2))
+    killed, ended = (end("died", rank, lost_at=4.0 + later_s, death=exit_statuses[rank]) for rank in (1, 2))
     assert judge([peer, killed, ended], 137, False, lambda: Cause.NONE).first_failure == killed
 
 
