@@ -84,6 +84,7 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """Answers in place of Slurm's commands."""
     fake = FakeSlurm()
     monkeypatch.setattr(commands, "run", fake.run)
+    monkeypatch.setattr(commands, "errors_of", fake.run)
     monkeypatch.setattr(commands, "time", _Time(fake.pauses))
     monkeypatch.setattr(commands, "require", lambda *_: None)
     return fake

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import DeviceError
+from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.rundir.files import write_atomically
 
 if TYPE_CHECKING:
@@ -203,6 +204,30 @@ def health(device: torch.device) -> Check:
     if problems := gpu.problems():
         return warning("health", f"GPU {gpu.number}: {', '.join(problems)}", "report it to the administrator")
     return ok("health", f"GPU {gpu.number} healthy")
+
+
+#: Where Linux says which CPUs are next to a device.
+PCI = Path("/sys/bus/pci/devices")
+_BIND = (
+    "memory of the other socket slows down copies to the GPU. Leave srun.distribution at its default, or bind ranks to "
+    "CPUs in the order of the GPUs, with srun.cpu-bind and what the site's documentation says"
+)
+
+
+def locality(device: torch.device) -> Check:
+    """Whether this rank's CPUs are next to its GPU."""
+    from clusterddp.distributed.devices import pci_function
+
+    try:
+        name = pci_function(device)
+        near = ranks_in((PCI / name / "local_cpulist").read_text())
+    except (DeviceError, OSError, ValueError):  # as in a container or a virtual machine
+        return ok("locality", "unknown which CPUs are next to the GPU")
+    own = sorted(os.sched_getaffinity(0))
+    if set(own) <= set(near):
+        return ok("locality", "CPUs next to the GPU", own=own, near=near)
+    found = f"this rank has the CPUs {ranges(own)}, but {ranges(near)} are next to its GPU {name}"
+    return warning("locality", found, _BIND, own=own, near=near)
 
 
 def multiply(device: torch.device) -> Check:

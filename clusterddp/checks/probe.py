@@ -176,6 +176,7 @@ def of_the_device(ranks: RankEnvironment) -> Iterator[Check]:
     yield guarded("device", clock.REPLACE, lambda: clock.identify(device))
     if device.type == "cuda":
         yield guarded("health", clock.REPLACE, lambda: clock.health(device))
+        yield guarded("locality", clock.REPLACE, lambda: clock.locality(device))
     yield guarded("compute", clock.REPLACE, lambda: clock.multiply(device))
 
 

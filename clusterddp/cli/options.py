@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     submission.add_argument(
         "--dry-run", action="store_true", help="print the batch script without submitting or writing anything"
     )
+    submission.add_argument(
+        "--when", action="store_true", help="print when Slurm expects to start the job, without submitting it"
+    )
     submission.add_argument("--wait", action="store_true", help="wait until the run is over, across requeues")
     submission.add_argument("-f", "--follow", action="store_true", help="like --wait, and print rank 0's output")
     submission.add_argument(
@@ -145,6 +148,13 @@ def check_combinations(arguments: argparse.Namespace, definition: Definition | N
     elif arguments.max_running is not None or arguments.retry:
         raise UsageError("--max-running and --retry require --sweep, or the file of a sweep")
     debugs = arguments.debug is not None
+    if arguments.when:
+        others = {
+            "--local": arguments.local, "--here": arguments.here, "--dry-run": arguments.dry_run, "--debug": debugs,
+            "--wait": arguments.wait, "-f": arguments.follow, "a sweep": arguments.sweep or definition,
+        }  # fmt: skip
+        if given := [option for option, value in others.items() if value]:
+            raise UsageError(f"{', '.join(given)} cannot be combined with --when, which submits no job")
     if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow or debugs):
         raise UsageError(
             "--here cannot be combined with --local, --dry-run, --wait, -f or --debug, because it runs in this "

@@ -10,8 +10,10 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from clusterddp.cli.options import add_arguments as add_arguments
@@ -19,7 +21,7 @@ from clusterddp.cli.options import check_combinations, read_sweep, resolve_job
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import FAILED, INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.reporter import counted, enumerated, say, show
+from clusterddp.reporter import counted, duration, enumerated, put, say, show
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, runs_folder
 from clusterddp.runs import recording, sweep_submission
 from clusterddp.runs.progress_display import Progress, Shown
@@ -123,12 +125,16 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
 
 
 def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
-    """Submits the job, and waits for the run if asked to. With ``--dry-run``, prints the batch script instead."""
-    if arguments.dry_run:
+    """Submits the job, and waits for the run if asked to. With ``--dry-run``, prints the batch script instead, and with
+    ``--when``, when the job may start."""
+    if arguments.dry_run or arguments.when:
         from clusterddp.slurm.batch import batch_script
 
         run = recording.choose_run_directory(arguments.run_dir, job)
-        print(batch_script(fit_to_cluster(job, required=False), run, Path.cwd()))
+        job = fit_to_cluster(job, required=arguments.when)
+        if arguments.when:
+            return show_estimates(job, batch_script(replace(job, time_min_s=None), run, Path.cwd()))
+        print(batch_script(job, run, Path.cwd()))
         return 0
     rank = arguments.debug
     run, job_id = submit_to_slurm(job, arguments.run_dir, recording.Content(fork=arguments.fork, debug_rank=rank))
@@ -149,6 +155,25 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
             return INTERRUPTED
         return code if code in (0, UNCONFIRMED, INTERRUPTED) else FAILED
     return 0
+
+
+def show_estimates(job: Job, script: str) -> int:
+    """Prints when Slurm expects to start the job. Returns 1 if it always refuses the job. ``script``: without
+    ``time_min``, because each limit is asked for by itself."""
+    from clusterddp.slurm.estimates import estimates
+
+    show("Slurm's estimates are rough bounds: jobs that end early make the start earlier, and new jobs may delay it")
+    starts = []
+    for one in estimates(job, script):
+        what = ", ".join(filter(None, (one.partition, one.limit))) or "without a partition and a limit"
+        if one.start is None:
+            put(f"{what}: refused: {one.refusal}")
+            continue
+        starts.append(one.start)
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.start))
+        waits = duration(max(0.0, one.start - time.time()))
+        put(f"{what}: {at}, in {waits}{f', on {one.nodes}' if one.nodes else ''}")
+    return 0 if starts else FAILED
 
 
 def ended(run: RunDirectory, code: int, how: str) -> int:

@@ -153,6 +153,15 @@ def gpu_identity(device: torch.device) -> str:
     return uuid if uuid.strip("0-\0") else pci_address(device)
 
 
+def pci_function(device: torch.device) -> str:
+    """The name of a GPU in /sys/bus/pci/devices, such as ``0000:3b:00.0``. Raises DeviceError if CUDA does not give
+    it."""
+    known: Any = torch.cuda.get_device_properties(device)
+    if hasattr(known, "pci_bus_id"):  # not in older releases of torch
+        return f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
+    return pci_address(device).partition(" ")[0].lower()
+
+
 def pci_address(device: torch.device) -> str:
     """The PCI address and host of a GPU, which the MIG devices of one GPU share. Raises DeviceError if CUDA does not
     give it."""

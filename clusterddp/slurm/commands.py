@@ -220,6 +220,15 @@ def require(*commands: str) -> None:
 def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
     """A command's standard output. Raises SlurmError with Slurm's message if Slurm refuses the request, else, if the
     command fails or does not answer, SlurmUnavailable: the request may have been carried out."""
+    return _completed(command, timeout_s).stdout
+
+
+def errors_of(*command: str) -> str:
+    """The same for its standard error."""
+    return _completed(command, TIMEOUT_S).stderr
+
+
+def _completed(command: Sequence[str], timeout_s: float | None) -> subprocess.CompletedProcess[str]:
     require(command[0])
     shown = " ".join(word if len(word) < 200 else f"{word[:60]}..." for word in command)  # such as the ids of many jobs
     try:
@@ -241,7 +250,7 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
         kind = SlurmError if is_refusal(command, lines) else SlurmUnavailable
         said = lines[-8:]  # a site's plugin explains a refusal in several
         raise kind(f"`{shown}` failed: {', '.join(said)}")
-    return done.stdout
+    return done
 
 
 def _environment(command: Sequence[str]) -> dict[str, str]:

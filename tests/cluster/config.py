@@ -163,7 +163,7 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         "MailProg=/bin/true",
         "ReturnToService=2",
         "SelectType=select/cons_tres",
-        f"SelectTypeParameters=CR_CPU{'_Memory' if config.memory_limits else ''}",
+        f"SelectTypeParameters=CR_{'Core' if config.threads > 1 else 'CPU'}{'_Memory' if config.memory_limits else ''}",
         "PriorityType=priority/basic",
         "SchedulerType=sched/backfill",
         "SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1",
@@ -254,7 +254,8 @@ function slurm_job_submit(job, partitions, uid)
    if job.partition ~= nil then return refused("do not name a partition, it follows from -C train") end
    if job.features == nil then return refused("name a feature with -C train") end
    for _, option in ipairs({"gres", "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task"}) do
-      if job[option] ~= nil then return refused("jobs get whole nodes, so do not request GPUs") end
+      -- From 24.05 on, tres_per_task also has the CPUs.
+      if string.find(job[option] or "", "gpu") then return refused("jobs get whole nodes, so do not request GPUs") end
    end
    if job.pn_min_memory ~= nil and job.pn_min_memory < 1.8e19 then  -- NO_VAL64 is more, and so is not MEM_PER_CPU
       return refused("jobs get whole nodes, so do not request memory")

@@ -14,10 +14,12 @@ from pathlib import Path
 from . import network
 from .config import ACCOUNT, CLUSTER, DBD_PORT, USER
 from .errors import ClusterError
+from .install import PACKAGES
 from .state import State
 from .system import MARK, Process, command, tail, wait_until
 
 START_TIMEOUT = 90.0
+MACHINES_OWN = "/usr/bin"
 #: A folder for a copy of MariaDB's, as it is before the server's first start, if this process starts several clusters.
 filled_database: Path | None = None
 
@@ -157,6 +159,9 @@ class Daemons:
             own = [["127.0.1.1", *names] if node in names else [address, *names] for address, *names in lines]
             Path(hosts).write_text("\n".join(map(" ".join, own)) + "\n")
         inside = f"hostname {node} && mount --bind {hosts} /etc/hosts"
+        if programs := self.state.site.programs:  # for jobs without the user's PATH
+            mounts = f"mount --bind {programs}/$name {MACHINES_OWN}/$name"
+            inside += f" && for name in {' '.join(PACKAGES['slurm-client'][0])}; do {mounts}; done"
         if self.state.config.private_home:
             inside += f" && mount -t tmpfs -o mode=755 none {self.root}/home"
         inside += f" && exec {slurmd}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +258,26 @@ def test_a_gpu_that_somebody_else_uses_is_told(free: int, state: str) -> None:
     check = clock.judge_gpu("NVIDIA H100", "1a2b3c4d-5e6f", free * clock.GIB, 80 * clock.GIB, visible="0,1")
     assert check.state == state
     assert check.found == f"NVIDIA H100, {free:.1f} of 80.0 GiB free"
+
+
+@pytest.mark.parametrize(
+    ("near", "state"),
+    [("0-3,8-11", "ok"), ("0-63", "ok"), ("4-7", "warning"), ("0-3", "warning"), ("", "ok"), (None, "ok")],
+)
+def test_a_rank_on_cpus_that_are_not_next_to_its_gpu_is_told(
+    near: str | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One on the other socket, and one that may move there. Virtual machines may not say what is next to a GPU."""
+    known = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: known)
+    monkeypatch.setattr(clock, "PCI", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 8})
+    if near is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(f"{near}\n")
+    check = clock.locality(torch.device("cuda", 0))
+    assert check.state == state
+    assert (check.values.get("own") == [2, 3, 8]) == bool(near)
 
 
 def test_the_clocks_of_two_hosts_are_compared_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:

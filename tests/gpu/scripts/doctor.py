@@ -1,6 +1,8 @@
-"""What doctor and preflight check on the devices of two ranks: doctor.py FOLDER"""
+"""What doctor and preflight check on the devices of two ranks: doctor.py PCI, a folder like /sys/bus/pci/devices"""
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 
@@ -10,7 +12,7 @@ from clusterddp.training import preflight
 
 os.environ[protocol.DEVICE], os.environ[protocol.TOKEN] = "cuda", "secret"
 ranks = environment.read(os.environ)
-device = torch.device("cuda", ranks.rank)
+device, node.PCI = torch.device("cuda", ranks.rank), Path(sys.argv[1])
 for check in probe.of_the_device(ranks):
     print(check.state, check.name, check.found)
 print(preflight.bounded("compute", lambda: node.multiply(device), 60.0, device).found)
