@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from clusterddp.history.codec import decode, listed
-from clusterddp.history.event import EVENTS, Event
+from clusterddp.history.event import EVENTS, Event, Unread
+from clusterddp.history.steps import Result
 from clusterddp.history.view import RunView
 from clusterddp.messages.reports import REPORTS
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import EVENT
 
 #: The fields of events and messages, as a text.
 EVERY = {name: listed(kind) for name, kind in EVENTS.items()}
@@ -68,14 +70,16 @@ def check_event(event: str, given: Iterable[str], complete: bool = True) -> None
     assert not less or not complete, f"{event!r} lacks {sorted(less)}"
 
 
-def check_history(events: Iterable[Mapping[str, Any]], complete: bool = True) -> None:
-    """The same for the lines of a history."""
-    for line in events:
-        check_event(line["event"], line.keys() - {"time", "attempt", "event"}, complete)
+def check_history(lines: Iterable[Mapping[str, Any]]) -> None:
+    """Fails unless each line is an event of its class, with values of the types of its fields, and no others."""
+    for line in lines:
+        event = decode(line)
+        assert not isinstance(event, Unread), f"not read: {line}"
+        assert not event.others or isinstance(event, Result), f"{sorted(event.others)} of {event.name!r} are not listed"
 
 
 def check_histories(folder: Path) -> None:
-    """All histories in a test's folder have listed fields alone. A test may write parts of events, or others."""
+    """All histories in a test's folder are read whole. A test may write events of other versions."""
     for file in [*folder.glob("events.jsonl"), *folder.glob("*/events.jsonl"), *folder.glob("*/*/events.jsonl")]:
         with suppress(OSError):  # a test may have made it unreadable
-            check_history([line for line in read_lines(file) if line.get("event") in EVERY], complete=False)
+            check_history([line for line in read_lines(file, EVENT) if line["event"] in EVENTS])

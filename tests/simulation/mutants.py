@@ -173,7 +173,11 @@ def _hidden_outcomes_are_not_waited_for() -> Patches:
 def _stop_is_forgotten() -> Patches:
     """After `clusterddp stop` the run is requeued."""
     follows = {**verdict._FOLLOWS, Cause.STOP_REQUESTED: verdict.Action.AGAIN}
-    return [(verdict, "_FOLLOWS", follows), (main, "held", lambda _: None), (waiting, "held", lambda _: None)]
+    return [
+        (verdict, "_FOLLOWS", follows),
+        (main, "stop_request", lambda _: None),
+        (waiting, "stop_request", lambda _: None),
+    ]
 
 
 def _the_last_failure_is_shown() -> Patches:

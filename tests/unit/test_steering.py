@@ -265,7 +265,7 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
     words = f"{stopped}. The run is held until it is submitted again"
     assert words in shown.out
     says(shown.err)
-    check_history(run.events(), complete=False)
+    check_history(run.events())
 
 
 SAVED, UNSAVED = {"step": 7, "checkpoint": 7}, {"step": 7, "checkpoint": 5}
