@@ -1,4 +1,4 @@
-"""Whether events have the fields of their classes in ``clusterddp/history``, and reports those of theirs."""
+"""Histories for tests, and whether those of a test have the events of ``clusterddp/history`` alone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from clusterddp.history.codec import decode, listed
 from clusterddp.history.event import EVENTS, Event, Unread
 from clusterddp.history.steps import Result
 from clusterddp.history.view import RunView
-from clusterddp.messages.reports import REPORTS
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.schemas import EVENT
-
-#: The fields of events and messages, as a text.
-EVERY = {name: listed(kind) for name, kind in EVENTS.items()}
-EVERY |= {name: listed(kind) for name, kind in REPORTS.items()}
 
 #: A value of each type of a field.
 _VALUES: Mapping[Any, Any] = {int: 0, float: 0.0, str: "", bool: False, Sequence: [], Mapping: {}, Any: None}
@@ -59,15 +54,6 @@ def fields(text: str) -> tuple[set[str], set[str]]:
     """The names that are always there, and all names."""
     names = text.split()
     return {name for name in names if name[-1] != "?"}, {name.rstrip("?") for name in names}
-
-
-def check_event(event: str, given: Iterable[str], complete: bool = True) -> None:
-    """Fails unless the protocol lists the event with these fields; ``complete``: all that are always there are."""
-    assert event in EVERY, f"{event!r} is not listed"
-    always, known = fields(EVERY[event])
-    more, less = set(given) - known - {"rank"}, always - set(given)
-    assert not more or event == "result", f"{sorted(more)} of {event!r} are not listed"
-    assert not less or not complete, f"{event!r} lacks {sorted(less)}"
 
 
 def check_history(lines: Iterable[Mapping[str, Any]]) -> None:

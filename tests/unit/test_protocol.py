@@ -13,20 +13,21 @@ from typing import Any, get_args
 import pytest
 
 from clusterddp import errors, protocol
+from clusterddp.history.codec import listed
 from clusterddp.history.event import EVENTS
 from clusterddp.messages import orders
 from clusterddp.messages.reports import Joined, Serving
 from clusterddp.supervisor import control_server
 from clusterddp.worker import control_channel
-from tests.histories import EVERY, fields
+from tests.histories import fields
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def test_no_field_hides_what_every_line_has() -> None:
-    for event in EVENTS:
-        assert not fields(EVERY[event])[1] & {"time", "attempt", "event"}
+    for kind in EVENTS.values():
+        assert not fields(listed(kind))[1] & {"time", "attempt", "event"}
 
 
 def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
