@@ -19,6 +19,7 @@ from tests.checkpoint_files import save
 from tests.runs_on_disk import recorded_run, started
 
 
+@pytest.mark.product  # make gpu-check-stand-in runs all cases
 def test_the_first_cases_pass_on_a_stand_in(tmp_path: Path) -> None:
     """Their results are marked, and give no rows. Another call has what is left."""
     out = tmp_path / "out.json"
@@ -94,6 +95,7 @@ def test_a_checkpoint_that_is_not_the_state_of_its_step_fails(tmp_path: Path, mo
     assert (result().state, result().words) == ("failed", "checkpoint 12 is not the state after 12 steps")
 
 
+@pytest.mark.product
 def test_without_a_gpu_it_says_what_to_do() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", "wrap"]

@@ -63,6 +63,7 @@ def test_a_model_on_two_devices_of_each_rank_runs(gpus: GPUs, tmp_path: Path) ->
     assert "cuda:0 and cuda:1: loss " in done.stderr
 
 
+@pytest.mark.product  # unit/test_best_checkpoint.py has the checkpoint that is kept, test_exact_resume.py the digits
 def test_a_fold_of_the_digits_keeps_its_best_checkpoint(gpus: GPUs, tmp_path: Path) -> None:
     """By the job definition: the best one by ``f1``, beside the last one."""
     gpus(2)

@@ -234,10 +234,10 @@ def test_a_process_that_inherited_a_ranks_variables_is_no_second_rank(tmp_path: 
 
 REPLACED = f"""
 import os, sys
-from tests.stops import request_stop
 if "FIXED" not in os.environ:
     os.environ["FIXED"] = "1"
     os.execv(sys.executable, sys.orig_argv if sys.argv[1] == "orig_argv" else [sys.executable, *sys.argv])
+from tests.stops import request_stop
 {TRAINING}
 for batch in run.steps(6 if ctx.attempt else 1_000_000):
     train(batch)

@@ -67,11 +67,12 @@ def undisturbed() -> list[Counter[tuple[int, int]]]:
     return found
 
 
-def test_after_stops_within_epochs_each_sample_was_trained_on_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [(4,), pytest.param((4, 8), marks=pytest.mark.product)])
+def test_after_stops_within_epochs_each_sample_was_trained_on_once(tmp_path: Path, stops: tuple[int, ...]) -> None:
     """With and without a context. A batch whose gradients were not part of a step yet is taken again."""
-    run, _ = train(tmp_path, 4, 8)
+    run, _ = train(tmp_path, *stops)
     assert trained_on(run) == undisturbed()
-    assert [event["items"] for event in run.events() if event["event"] == "saved"] == [4, 8]
+    assert [event["items"] for event in run.events() if event["event"] == "saved"] == [*stops]
 
 
 def test_an_epoch_that_was_over_at_the_stop_still_has_an_item() -> None:

@@ -69,7 +69,9 @@ def test_early_stopping_preempted_in_evaluations_ends_at_the_best_loss_and_some_
     assert (run.metrics() or [])[-1]["step"] == max(losses) == best + 40 == 100
 
 
-@pytest.mark.parametrize("stops", [[3], pytest.param([0, 4, 5, 10], marks=pytest.mark.product)])
+# unit/test_external_loader.py has the dataset's state, gpu/test_jobs.py runs the job.
+@pytest.mark.product
+@pytest.mark.parametrize("stops", [[3], [0, 4, 5, 10]])
 def test_hf_streaming_preempted_within_and_between_passes_reads_the_same_lines(
     tmp_path: Path, stops: list[int]
 ) -> None:

@@ -81,12 +81,18 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         ("two optimizers", 7, "{}", []),  # the other one steps in each step
         ("unused", 7, '{"find_unused_parameters": true}', []),  # the model's last parameter gets no gradient
         ("module dict", 7, "{}", []),  # what the run is given is not itself in DDP
-        ("compiled", 7, "{}", []),
+        pytest.param("compiled", 7, "{}", [], marks=pytest.mark.product),  # test_compiled_shapes.py has compiled models
         ("evaluation before", 7, "{}", []),  # after the backward, without gradients
         ("no_sync flag", 7, "{}", []),
         ("no_sync", 7, "{}", []),  # each rank has its own
         ("no_sync branches", 8, '{"find_unused_parameters": true}', []),  # used in no_sync only, on rank 1 only
-        ("no_sync branches", 8, '{"find_unused_parameters": true, "gradient_as_bucket_view": true}', []),
+        pytest.param(  # as the one above, and "each step" with it
+            "no_sync branches",
+            8,
+            '{"find_unused_parameters": true, "gradient_as_bucket_view": true}',
+            [],
+            marks=pytest.mark.product,
+        ),
         ("no_sync", 6, "{}", []),
         ("evaluation", 6, "{}", []),  # the backward of the step that is done again is not one that waits
         ("evaluation", 7, "{}", LOST),

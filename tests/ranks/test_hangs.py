@@ -132,7 +132,7 @@ if first and rank == "1":
 if not first and rank == "1":
     time.sleep(6)
 ctx = clusterddp.init()
-run = ctx.run(model=ctx.wrap(torch.nn.Linear(2, 1)))
+run = ctx.run(model=torch.nn.Linear(2, 1))
 for _ in run.steps(1):
     pass
 """

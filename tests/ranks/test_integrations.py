@@ -20,7 +20,8 @@ from tests.waiting import preempt_local, story, wait_until
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+# test_two_lines.py has the two lines that a loop with accelerate needs.
+@pytest.mark.parametrize("package", ["transformers", pytest.param("accelerate", marks=pytest.mark.product)])
 def test_a_preempted_run_resumes_at_the_step_where_it_stopped(launch: Launch, tmp_path: Path, package: str) -> None:
     """All ranks stop after the same step, the framework saves, the next attempt makes the next step."""
     require(package)

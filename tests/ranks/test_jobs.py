@@ -86,17 +86,20 @@ def test_basic_notices_gradients_that_are_not_the_joined_batchs(
 
 # test_checkpoint_folder.py has more of the other one.
 @pytest.mark.parametrize("job", ["checkpoint", pytest.param("checkpoint_folder", marks=pytest.mark.product)])
-def test_checkpoint_a_second_start_ends_as_a_single_one(run: RunDirectory, tmp_path: Path, job: str) -> None:
+def test_checkpoint_a_second_start_ends_as_a_single_one(tmp_path: Path, job: str) -> None:
     """On both ranks, with the optimizer's momentum: to the last digit shown."""
-    whole = submit(run, job)
-    (tmp_path / "files").mkdir()
-    for steps in (25, 60):
-        arguments = ("--steps", steps, "--folder", tmp_path / "files")
-        part = ddp.run(JOBS / f"{job}.py", *arguments, ranks=2, folder=tmp_path / "out")
+
+    def start(folder: str, steps: int) -> ddp.Ranks:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        arguments = ("--steps", steps, "--folder", tmp_path / folder)
+        return ddp.run(JOBS / f"{job}.py", *arguments, ranks=2, folder=tmp_path / "out")
+
+    whole = start("whole", 60)
+    start("parts", 25)
+    part = start("parts", 60)
     for rank in (0, 1):
-        output = part.output(rank)
-        assert f"rank {rank} starts at step 25" in output
-        assert result(output) == result(whole)
+        assert f"rank {rank} starts at step 25" in part.output(rank)
+        assert result(part.output(rank)) == result(whole.output(rank))
 
 
 def result(output: str) -> str:
@@ -159,11 +162,11 @@ FACTORS = {
 ROW = re.compile(r"^(\w+|nodes \d+ and \d+) +(\d+) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+)$", re.MULTILINE)
 
 
-def test_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(run: RunDirectory) -> None:
-    """On 3 ranks: an odd number of them, and none a power of two."""
-    shape = ["--local", "--device", "cpu", "--nodes", "3", "--gpus", "1", "--run-dir", str(run)]
-    script = [JOBS / "collectives.yaml", *shape, "--", "--sizes", 1200, 120000, "--repetitions", 3]
-    said = clusterddp("submit", *script).stderr
+def test_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(tmp_path: Path) -> None:
+    """On 3 ranks, each on a node of its own: an odd number of them, and none a power of two."""
+    arguments = ("--sizes", 1200, 120000, "--repetitions", 3)
+    job = JOBS / "collectives.py"
+    said = ddp.run(job, *arguments, ranks=3, folder=tmp_path, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").output(0)
     assert "all results are correct" in said and "not supported by" not in said
     rows = ROW.findall(said)
     pairs = {"nodes 0 and 1", "nodes 0 and 2", "nodes 1 and 2"}

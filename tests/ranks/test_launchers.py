@@ -44,8 +44,7 @@ def check_two_ranks(run: RunDirectory, *launcher: str, starts: tuple[int, ...] =
     assert [line["step"] for line in run.metrics()] == list(range(2 * len(starts)))
 
 
-@pytest.mark.product  # slurm/test_templates.py has torchrun on two nodes, and a second start of it
-@pytest.mark.parametrize("starts", [(0,), (0, 2)])
+@pytest.mark.parametrize("starts", [(0,), pytest.param((0, 2), marks=pytest.mark.product)])
 def test_torchrun(run: RunDirectory, starts: tuple[int, ...]) -> None:
     """With a rendezvous of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -85,8 +84,9 @@ def require_mpirun() -> None:
         (pytest.fail if "CI" in os.environ else pytest.skip)("mpirun not found: apt-get install openmpi-bin")
 
 
-#: These have tests of their own, clusterddp in test_jobs.py; here they are part of the full product.
-TESTED = ("clusterddp", "torchrun", "torch.distributed.launch", "none (one rank)")
+#: These have tests of their own, clusterddp in test_jobs.py; here they are part of the full product. So is spawn, whose
+#: variables unit/test_environment.py has.
+TESTED = ("clusterddp", "torchrun", "torch.distributed.launch", "none (one rank)", "torch.multiprocessing.spawn")
 CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(HERE)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -21,30 +20,29 @@ LOOKED_AT = ("saved", "not_read")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "two_lines.py"
 
 
-def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path) -> None:
-    """It has its own process group. Attempt 1 forgets to resume, which the history says; attempt 2 does not."""
+@pytest.mark.parametrize("forgets", [False, pytest.param(True, marks=pytest.mark.product)])
+def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path, forgets: bool) -> None:
+    """It has its own process group. If attempt 1 forgets to resume, the history says so, and attempt 2 does not."""
     run = RunDirectory(tmp_path / "run")
     command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(SCRIPT)]
-    command += ["--device", "cpu", "--gpus", "2", "--", "saved", "12", "forgets"]
+    command += ["--device", "cpu", "--gpus", "2", "--", "saved", "12", *["forgets"] * forgets]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    for attempt in (0, 1):
+    for attempt in (0, 1) if forgets else (0,):
         wait_until(lambda: "at step 5" in output(run, attempt, 0) + output(run, attempt, 1), "step 5", timeout=60)  # noqa: B023
         preempt_local(run)
         (tmp_path / f"go-{attempt}").touch()
         wait_until(lambda: attempt + 1 in run.attempts(), "the next attempt", timeout=60)  # noqa: B023
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said
-    begun = [
-        re.findall(r"starts at step (\d+)", output(run, attempt, 0) + output(run, attempt, 1)) for attempt in range(3)
-    ]
-    stops = [
-        re.findall(r"stops after step (\d+)", output(run, attempt, 0) + output(run, attempt, 1)) for attempt in (0, 1)
-    ]
-    assert begun == [["0"] * 2, ["0"] * 2, stops[1]] and len(set(stops[0])) == len(set(stops[1])) == 1
+    said_by = [output(run, attempt, 0) + output(run, attempt, 1) for attempt in run.attempts()]
+    begun = [re.findall(r"starts at step (\d+)", text) for text in said_by]
+    stops = [re.findall(r"stops after step (\d+)", text) for text in said_by[:-1]]
+    assert begun == [["0"] * 2] * len(stops) + [stops[-1]] and all(len(set(steps)) == 1 for steps in stops)
     told = [(event["attempt"], event["event"], event["file"]) for event in run.events() if event["event"] in LOOKED_AT]
     file = str(tmp_path / "saved")
-    assert told == [(0, "saved", file), (1, "not_read", file), (1, "saved", file)]
-    assert f"attempt 1: NOT RESUMED: the script did not read {tmp_path / 'saved'}. It began again" in said
+    assert told == [(0, "saved", file), *[(1, "not_read", file), (1, "saved", file)] * forgets]
+    not_resumed = f"attempt 1: NOT RESUMED: the script did not read {tmp_path / 'saved'}. It began again"
+    assert (not_resumed in said) == forgets
     assert (run.outcome() or {})["state"] == "completed"
 
 
@@ -180,29 +178,23 @@ def test_outside_of_a_run_both_lines_do_nothing() -> None:
     assert done.stdout == "True [False, False, False]\n"
 
 
-def test_a_process_that_a_rank_has_started_is_told_that_it_gets_no_stop() -> None:
-    """As those of torch.multiprocessing.spawn: they have the rank's environment, and no supervisor."""
-    code = "import clusterddp; print(clusterddp.stop_requested(), clusterddp.stop_requested())"
-    environ = {**os.environ, "CLUSTERDDP_SUPERVISOR": "127.0.0.1:1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert done.stdout == "False False\n"
-    assert done.stderr.count("stop_requested() is always False in a process that a rank has started") == 1
-
-
 STARTS_PROCESSES = """
 import subprocess, sys
-child = [sys.executable, "-c", "import clusterddp; clusterddp.stop_requested()"]
-for process in [subprocess.Popen(child) for _ in range(2)]:
+code = "import clusterddp; print(clusterddp.stop_requested(), clusterddp.stop_requested(), flush=True)"
+for process in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]:
     process.wait()
 """
 
 
-def test_the_history_says_once_that_processes_of_the_script_get_no_stop(tmp_path: Path) -> None:
+def test_processes_of_the_script_are_told_that_they_get_no_stop_and_the_history_says_it_once(tmp_path: Path) -> None:
+    """As those of torch.multiprocessing.spawn: they have the rank's environment, and no supervisor."""
     script, run = tmp_path / "starts.py", RunDirectory(tmp_path / "run")
     script.write_text(STARTS_PROCESSES)
-    done = submit(run, script)
-    said = "attempt 0: clusterddp.stop_requested() is always False in a process that a rank has started"
-    assert done.stderr.count(said) == 1, done.stderr
+    done = submit(run, script, ranks=1)
+    said = "clusterddp.stop_requested() is always False in a process that a rank has started"
+    assert done.stderr.count(f"attempt 0: {said}") == 1, done.stderr
+    assert output(run, 0, 0) == "False False\n" * 2
+    assert (run.attempt_logs(0) / "rank-0.err").read_text().count(said) == 2, "each process says it once"
 
 
 def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None:

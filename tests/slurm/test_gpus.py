@@ -33,7 +33,10 @@ def standin(cluster: Cluster) -> dict[str, str]:
     return {**found, "PYTHONPATH": found["PYTHONPATH"].replace(str(ddp.REPOSITORY), str(cluster.source))}
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.product)])
+# gpu/test_exact_resume.py has the bits of preempted models on devices, gpu/test_checks.py the checks, the test below a
+# real Slurm's devices.
+@pytest.mark.product
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_digits_on_nodes_of_two_devices_preempted_ends_with_the_same_bits(
     cluster: Cluster, runs: Path, tmp_path: Path, nodes: int
 ) -> None:

@@ -10,13 +10,12 @@ from tests import launchers
 from tests.cluster import Cluster
 
 THERE = "On Slurm"
-#: These have tests of their own in test_main_job.py, test_here.py and test_templates.py; here they are part of the full
-#: product.
-TESTED = ("clusterddp submit", "clusterddp in an allocation", "sbatch, a task per GPU", "sbatch, a torchrun per node")
-CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(THERE)]
 
 
-@pytest.mark.parametrize(("launcher", "job"), CASES)
+# Each has tests of its own: in test_main_job.py, test_here.py, test_templates.py, and plain srun in test_gpus.py and
+# test_environment.py.
+@pytest.mark.product
+@pytest.mark.parametrize(("launcher", "job"), launchers.cases(THERE))
 def test_a_job_has_the_same_results_under_every_launcher(cluster: Cluster, runs: Path, launcher: str, job: str) -> None:
     """The command is that in the launcher's row, for two ranks on two nodes of the test cluster."""
     size = "--partition=low --nodes=2 --gpus-per-node=1 --ntasks-per-node=1 --cpus-per-task=1".split()

@@ -28,6 +28,8 @@ def check_each_step_once(run: RunDirectory, steps: int) -> None:
     assert sorted(line["step"] for line in read_lines(run.metrics_file)) == list(range(steps)), story(run)
 
 
+# test_main_job.py has a template that is preempted, ranks/test_launchers.py torchrun.
+@pytest.mark.product
 def test_torchrun_on_every_node_survives_a_preemption(cluster: Cluster, runs: Path) -> None:
     """torchrun forwards TERM to the ranks, which stop together and save."""
     run = RunDirectory(runs / "run")
