@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
+import clusterddp.history.codec  # which rank 0 needs if it finds no checkpoint
 import clusterddp.training.context  # noqa: F401
 
 

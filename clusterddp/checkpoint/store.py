@@ -25,8 +25,6 @@ from typing import Any, Literal, TypeVar
 
 from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError, Superseded
-from clusterddp.history import checkpoints as events
-from clusterddp.history.beginnings import Forked, Resumed, Training
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
 from clusterddp.rundir.files import HIDDEN_S, exists, fsync_directory, names_in, rename, status, unlink, write_json
@@ -162,10 +160,12 @@ class Checkpoints:
         """Raises CheckpointError if all committed checkpoints of the run are missing, as it would start from step 0."""
         if self.candidates():
             return
+        from clusterddp.history import beginnings, checkpoints  # only here, as in _from_history
+
         highest = dict(lineage(self._directory, self._attempt))
         committed = [int(step) for step in list(highest.values())[1:]]  # an attempt resumed from them
         for event in self._directory.history():
-            if not isinstance(event, (events.Checkpoint, Forked)):
+            if not isinstance(event, (checkpoints.Checkpoint, beginnings.Forked)):
                 continue
             if not highest or event.step <= highest.get(event.attempt, -1):
                 committed.append(event.step)
@@ -399,14 +399,19 @@ def _record(directory: RunDirectory, attempt: int) -> Mapping[str, Any] | None:
 
 
 def _from_history(directory: RunDirectory) -> dict[int, Mapping[str, Any]]:
-    """The attempts' resume records, reconstructed from the history."""
+    """The attempts' resume records, reconstructed from the history.
+
+    Its events are imported only here, because the checkpoint writer would take half as long again to start with them.
+    """
+    from clusterddp.history import beginnings, checkpoints
+
     records: dict[int, Mapping[str, Any]] = {}
     for event in directory.history():
         number = event.attempt
-        if isinstance(event, Resumed):
+        if isinstance(event, beginnings.Resumed):
             if schema_error(event.parent, METRICS) is None and event.parent["attempt"] < number:
                 records[number] = {"parent": event.parent}
-        elif isinstance(event, (Training, Forked, events.Checkpoint)):
+        elif isinstance(event, (beginnings.Training, beginnings.Forked, checkpoints.Checkpoint)):
             records.setdefault(number, {"parent": None})
     return records
 

@@ -75,6 +75,7 @@ def test_a_job_runs_on_two_nodes_as_the_ordinary_user(cluster: Cluster) -> None:
     assert sorted(text.splitlines()) == [f"n1 {user} {first} {second} n2", f"n2 {user} {first} {second} n2"]
 
 
+@pytest.mark.product  # as every test of a preemption
 @pytest.mark.slurm
 def test_high_preempts_low_which_is_requeued(cluster: Cluster) -> None:
     """And sacct knows both attempts."""
@@ -159,7 +160,7 @@ def apart(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
     "daemon",
     [
         "munged",
-        "slurmctld",
+        pytest.param("slurmctld", marks=pytest.mark.product),
         *(pytest.param(name, marks=pytest.mark.product) for name in ("mariadb-install", "slurmd-n1")),
     ],
 )
@@ -186,6 +187,7 @@ def test_what_a_killed_up_left_is_cleared_by_the_next(tmp_path: Path, daemon: st
     assert not any(Process(**process).alive() for process in before["daemons"].values())
 
 
+@pytest.mark.product
 @pytest.mark.slurm
 @pytest.mark.usefixtures("cluster")
 def test_an_up_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> None:

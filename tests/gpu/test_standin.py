@@ -89,6 +89,7 @@ def faults() -> None:
     standin_watch.fail("launch", 5, watchdog=True)
 
 
+@pytest.mark.product  # test_device_faults.py has runs with such faults
 def test_devices_fail_as_asked(gpus: GPUs, tmp_path: Path) -> None:
     """Sticky errors, out of memory, a kernel that never ends, NCCL's watchdog, a device that is lost afterwards."""
     once, state = tmp_path / "once", tmp_path / "state"
@@ -132,6 +133,7 @@ def looks() -> None:
             pass
 
 
+@pytest.mark.product  # test_device_faults.py has an attempt that waits for the memory of the one before
 def test_processes_share_the_memory_of_a_device(gpus: GPUs, tmp_path: Path) -> None:
     """What another process uses is not free, nor, for a while, what a killed one used."""
     gpus(2, state=str(tmp_path), held_s="0.5")

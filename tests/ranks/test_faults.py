@@ -25,6 +25,7 @@ from tests.trainings import STEPS, events_of
 from tests.waiting import preempt_local, story, wait_until
 
 
+@pytest.mark.product  # test_resume.py has ranks that get several signals, the simulator the requeue
 def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> None:
     """One save, one requeue, no repeated steps: the second comes while the rank stops."""
     marks = tmp_path / "marks"

@@ -128,6 +128,7 @@ def test_checkpoint_folder_saves_the_step_at_which_it_stops(tmp_path: Path) -> N
 # ---- model_parallel
 
 
+@pytest.mark.product  # gpu/test_jobs.py runs it, test_gpus_per_rank.py a smaller model on two devices of a rank
 def test_model_parallel_trains_as_one_process_does_on_the_joined_batch(run: RunDirectory) -> None:
     """Both halves on the CPU; the mean loss of the last step is that of a model on one device."""
     said = re.search(r"cpu and cpu: loss (\S+) after 20 steps", submit(run, "model_parallel", "--gpus", "4"))

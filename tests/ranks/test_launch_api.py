@@ -162,6 +162,8 @@ class Ending(Counting):
         return None
 
 
+# The next test but one has what follows, test_a_submitit_callable_continues a real callable.
+@pytest.mark.product
 def test_a_submitit_callable_may_decline_to_continue(launch: Launch, marks: Path) -> None:
     """As with submitit, the run has then failed."""
     handle = launch(Ending(marks), "trained", gpus_per_node=1)

@@ -43,7 +43,9 @@ sys.exit(0) if sys.argv[1] != "os._exit at the end" else os._exit(0)
     [
         ("sys.exit", "failed", "exited with code 0 inside its training loop, after step 4 of 6"),
         ("os._exit", "failed", "called os._exit(0) inside its training loop"),
-        ("break", "completed", "all ranks finished"),
+        pytest.param(  # test_early_end.py has loops that are left by break
+            "break", "completed", "all ranks finished", marks=pytest.mark.product
+        ),
         ("os._exit at the end", "completed", "all ranks finished"),
     ],
 )

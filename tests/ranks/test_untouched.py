@@ -282,6 +282,8 @@ def test_a_pattern_for_the_step_that_matches_no_line_is_told(run: RunDirectory, 
     assert r"no line of rank 0's output matched `steps: {log: 'nothing (\\d+)'}` in attempt 0" in done.stderr
 
 
+# test_hangs.py has a rank that is named, unit/test_step_log.py the steps of a log.
+@pytest.mark.product
 def test_a_hang_of_an_untouched_script_is_named_and_its_steps_are_those_of_its_log(run: RunDirectory) -> None:
     """It has several optimizers, and the step is in what rank 0 prints to standard error."""
     limits = [
