@@ -6,18 +6,7 @@ a test compares it with the messages that the code writes and reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 # --- the control channel: one JSON object per line
-
-
-class Message(NamedTuple):
-    """A message's fields (``step? reason``: "step" may be missing), and its meaning."""
-
-    fields: str
-    meaning: str
-
 
 #: The prefix of a folder in which a rank writes a script's own save, beside the file that it replaces.
 SAVING = ".clusterddp-save-"
@@ -33,16 +22,6 @@ HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port open kno
 TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp stop", "clusterddp requeue", "clusterddp drain"
 GPU_HOURS = "limits.gpu_hours"
 REQUESTED_STOPS = frozenset((HOLD, REQUEUE, DRAIN, GPU_HOURS))
-#: The answers to a user's request: any number of `news`, and one of the others as the last.
-ANSWERS: Mapping[str, Message] = {
-    "news": Message("news", "a sentence for the waiting user"),
-    "refused": Message("refused", "why the request was refused"),
-    "stacks": Message(
-        "stacks unanswered starting exited hosts", "ranks with equal stacks together, and ranks without an answer"
-    ),
-    "checkpoint": Message("checkpoint", "the step of the checkpoint that is committed"),
-    "ended": Message("ended", "all ranks have exited; the history will have the end of the attempt"),
-}
 
 # --- environment variables
 

@@ -14,11 +14,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from clusterddp.checkpoint.store import of_run
+from clusterddp.codec import plain
 from clusterddp.errors import (
     FAILED,
     INTERRUPTED,
@@ -112,8 +112,8 @@ def stop(run: RunDirectory) -> int:
 def save(run: RunDirectory) -> int:
     """Waits until the checkpoint is committed."""
     attempt, answer = request(run, requests.Save())
-    if "checkpoint" in answer:
-        put(f"Checkpoint {answer['checkpoint']} is saved")
+    if isinstance(answer, requests.Committed):
+        put(f"Checkpoint {answer.step} is saved")
         return 0
     end = await_end(run, attempt)  # a stop that came first has also saved
     put(sentence(end) or "")
@@ -224,33 +224,33 @@ def run_stacks(arguments: argparse.Namespace, _: object) -> int:
             raise UsageError(f"--rank {ranks}: {error}, or all") from error
     run = open_run(arguments.run)
     _, answer = request(run, requests.Stacks(None if ranks == "all" else ranks))
-    if not answer:
+    if not isinstance(answer, requests.RankStacks):
         raise RunDirectoryError(
             f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
         )
     if arguments.json:
-        print(json.dumps(answer))
+        print(json.dumps(vars(answer), default=plain))
     else:
         put(stacks_text(answer))
-    return 0 if answer["stacks"] else FAILED
+    return 0 if answer.stacks else FAILED
 
 
-def stacks_text(answer: Mapping[str, Any]) -> str:
+def stacks_text(answer: requests.RankStacks) -> str:
     """A summary, each group of equal stacks, and the ranks without an answer."""
-    lines = [summary(answer["stacks"])]
-    for group in answer["stacks"]:
+    lines = [summary(answer.stacks)]
+    for group in answer.stacks:
         lines += ["", *described(group)]
     missing = []
-    if silent := answer["unanswered"]:
-        shown = [f"{rank} ({answer['hosts'].get(str(rank), 'unknown')})" for rank in silent[:NAMED]]
+    if silent := answer.unanswered:
+        shown = [f"{rank} ({answer.hosts.get(str(rank), 'unknown')})" for rank in silent[:NAMED]]
         more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
         missing.append(
             f"{counted(len(silent), 'rank')} did not answer: {', '.join(shown)}{more}. A rank cannot answer while it "
             "is stopped, or in C code that holds Python's GIL"
         )
-    if starting := answer["starting"]:
+    if starting := answer.starting:
         missing.append(f"still starting: {ranges(starting)}")
-    if exited := answer["exited"]:
+    if exited := answer.exited:
         missing.append(f"exited: {ranges(exited)}")
     return "\n".join([*lines, *(["", *missing] if missing else [])])
 

@@ -69,11 +69,13 @@ class Course(enum.Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """A course, its reason as a sentence, and for SPARE and SHRINK the next attempt's placement."""
+    """A course, its reason as a sentence, and for SPARE and SHRINK the next attempt's placement. ``lack``: for NEW_JOB,
+    which nodes the job lacks."""
 
     course: Course
     why: str = ""
     placement: Placement = Placement()
+    lack: str = ""
 
 
 def place(job: Job, allocated: Sequence[str], history: Events, start: JobStart, now: float) -> Placement:
@@ -116,12 +118,14 @@ def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: 
     bad = {node: why for node, why in leave.items() if node in placement.nodes}
     if placement.is_short(job) and not bad:
         has = _counted(len(placement.nodes))
-        return Choice(Course.NEW_JOB, f"the job has {has} left, but the run needs {job.min_nodes or job.nodes}")
+        lack = f"the job has {has} left, but the run needs {job.min_nodes or job.nodes}"
+        return Choice(Course.NEW_JOB, lack, lack=lack)
     if not bad:
         return Choice(Course.SAME)
     what = " and ".join(f"node {node} {why}" for node, why in bad.items())
     if not job.outlives_nodes:
-        return Choice(Course.NEW_JOB, f"{what}, and the job has no spare nodes")
+        lack = "the job has no spare nodes"
+        return Choice(Course.NEW_JOB, f"{what}, and {lack}", lack=lack)
     unusable = [node for node in placement.spares if node in leave or not (answering is None or node in answering)]
     kept = [node for node in placement.nodes if node not in bad]
     before, free = len(placement.nodes), [node for node in placement.spares if node not in unusable]
@@ -132,8 +136,8 @@ def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: 
         return Choice(Course.SPARE, f"{what}, so the ranks continue on the spare {_named(taken)}", following)
     if count in job.node_counts:
         return Choice(Course.SHRINK, f"{what}, so the run continues on {_counted(count)}", following)
-    left = f"the job has {_counted(count)} left, but the run needs {job.node_counts[0]}"
-    return Choice(Course.NEW_JOB, f"{what}, and {left}")
+    lack = f"the job has {_counted(count)} left, but the run needs {job.node_counts[0]}"
+    return Choice(Course.NEW_JOB, f"{what}, and {lack}", lack=lack)
 
 
 def _counted(nodes: int) -> str:

@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -25,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.hostlist import ranges
 from clusterddp.messages.reports import Stacks, Thread
+
+if TYPE_CHECKING:
+    from clusterddp.messages.requests import StackGroup
 from clusterddp.process import current_frames
 from clusterddp.reporter import counted
 
@@ -173,29 +175,28 @@ def _frames(stack: str) -> list[str]:
 NAMED = 8
 
 
-def grouped(stacks: Mapping[int, Stacks], hosts: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Ranks with equal stacks together, the largest group first: "ranks", "hosts", "place" and "threads"."""
-    groups: dict[Any, dict[str, Any]] = {}
+def grouped(stacks: Mapping[int, Stacks], hosts: Mapping[int, str]) -> list[StackGroup]:
+    """Ranks with equal stacks together, the largest group first."""
+    groups: dict[Any, list[int]] = {}
     keys: dict[int, Any] = {}  # by the identity of values, which thousands of ranks share
-    of: dict[Any, dict[str | None, None]] = {}  # the hosts of each group
     for rank, answer in sorted(stacks.items(), key=lambda item: item[0]):
         if (key := keys.get(id(answer))) is None:
             key = keys[id(answer)] = answer.place, answer.threads
-        if (group := groups.get(key)) is None:
-            threads = [asdict(thread) for thread in answer.threads]
-            group = groups[key] = {"ranks": [], "hosts": [], "place": answer.place, "threads": threads}
-        group["ranks"].append(rank)
-        of.setdefault(key, {})[hosts.get(rank)] = None
-    for key, group in groups.items():
-        group["hosts"] = list(of[key])
-    return sorted(groups.values(), key=lambda group: (-len(group["ranks"]), group["ranks"]))
+        groups.setdefault(key, []).append(rank)
+    from clusterddp.messages.requests import StackGroup  # no rank needs it
+
+    found = [
+        StackGroup(ranks, list(dict.fromkeys(hosts.get(rank) for rank in ranks)), place, threads)
+        for (place, threads), ranks in groups.items()
+    ]
+    return sorted(found, key=lambda group: (-len(group.ranks), group.ranks))
 
 
-def summary(groups: Iterable[Mapping[str, Any]]) -> str:
+def summary(groups: Iterable[StackGroup]) -> str:
     """``510 ranks in the all_reduce of backward, 2 in data.py:88 (read)``: where the main threads are."""
     places: Counter[str] = Counter()
     for group in groups:
-        places[group["place"]] += len(group["ranks"])
+        places[group.place] += len(group.ranks)
     parts = [f"{number} in {place}" for place, number in places.most_common()]
     if parts:
         place, number = places.most_common(1)[0]
@@ -203,14 +204,14 @@ def summary(groups: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(parts) or "no rank has answered"
 
 
-def described(group: Mapping[str, Any]) -> Iterator[str]:
+def described(group: StackGroup) -> Iterator[str]:
     """The lines about one group: its ranks and hosts, and the stacks of its threads."""
-    ranks, hosts = group["ranks"], group["hosts"]
+    ranks, hosts = group.ranks, group.hosts
     where = ", ".join(map(str, hosts)) if len(hosts) <= NAMED else f"{len(hosts)} nodes"
-    yield f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)} ({where}) in {group['place']}"
-    for thread in group["threads"]:
-        yield f"  {thread['name']}, most recent call first"
-        yield from (f"    {frame}" for frame in thread["frames"])
+    yield f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)} ({where}) in {group.place}"
+    for thread in group.threads:
+        yield f"  {thread.name}, most recent call first"
+        yield from (f"    {frame}" for frame in thread.frames)
 
 
 #: The most threads that are shown, and the most frames of each.

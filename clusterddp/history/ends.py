@@ -12,6 +12,8 @@ from clusterddp.reporter import counted
 
 #: The most characters of a reason that a sentence shows.
 LONGEST_REASON = 500
+#: How the reason of a completion begins that the key ``done`` has found.
+_MARKED = "done: "
 #: What to do about a completion that is not confirmed.
 CONFIRM = (
     "If the training is complete, name the file that marks it: `clusterddp submit [--local] --run-dir RUN --change "
@@ -136,6 +138,11 @@ class RunEnd(AttemptEnd, abstract=True):
     reason: str
 
 
+def marked(found: str) -> str:
+    """The reason of a completion that the key ``done`` has found, and where."""
+    return f"{_MARKED}{found}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completed(RunEnd):
     """all ranks finished. `confirmed` is false if that is doubtful: a restarted script may have exited with code 0
@@ -147,7 +154,7 @@ class Completed(RunEnd):
         completed = f"completed{at_step(self.step)} after {counted(self.attempts, 'attempt')}"
         if self.confirmed is False:
             return f"{completed}, {self.reason}. {CONFIRM}"
-        return f"{completed} ({self.reason})" if self.reason.startswith("done: ") else completed
+        return f"{completed} ({self.reason})" if self.reason.startswith(_MARKED) else completed
 
 
 @dataclass(frozen=True, kw_only=True)

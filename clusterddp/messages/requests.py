@@ -1,16 +1,19 @@
-"""What a user asks of the supervisor of a run.
+"""What a user asks of the supervisor of a run, and its answers.
 
 A request is the first and only message of a connection: a line with the token, ``request``, the name of its class in
-snake case, and its fields as ``values``. ``protocol.ANSWERS`` lists the answers.
+snake case, and its fields as ``values``. The answers are lines with ``answer``, the name of the class, and its fields:
+any number of ``News``, and one of the others as the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from clusterddp import codec
+from clusterddp.codec import Count
+from clusterddp.messages.reports import Thread
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,65 @@ def read_request(line: Mapping[str, Any]) -> UserRequest:
         raise codec.Misfit(f"'values' is {values!r:.60}")
     request: UserRequest = codec.read_one(REQUESTS, "request", {**values, "request": line.get("request")})
     return request
+
+
+@dataclass(frozen=True)
+class News:
+    """A sentence for the waiting user. Others follow."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why the request was refused."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The checkpoint of this step is committed."""
+
+    step: Count
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All ranks have exited. The history will have the end of the attempt."""
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """Ranks with equal stacks. ``place``: where their main threads are."""
+
+    ranks: Sequence[int]
+    hosts: Sequence[str | None]
+    place: str
+    threads: Sequence[Thread]
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """The stacks, the largest group of ranks first, the ranks without an answer, and the hosts of the unanswered."""
+
+    stacks: Sequence[StackGroup] = ()
+    unanswered: Sequence[int] = ()
+    starting: Sequence[int] = ()
+    exited: Sequence[int] = ()
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+
+LastAnswer: TypeAlias = Refused | Committed | Ended | RankStacks
+_ANSWERS: Mapping[str, type[Any]] = codec.by_name(News | LastAnswer)
+
+
+def answer_line(answer: News | LastAnswer) -> dict[str, Any]:
+    """An answer as an object for the connection."""
+    return {"answer": codec.name_of(type(answer)), **codec.written(answer)}
+
+
+def read_answer(line: Any) -> News | LastAnswer:
+    """The answer in an object from the connection. Raises Misfit."""
+    answer: News | LastAnswer = codec.read_one(_ANSWERS, "answer", line)
+    return answer

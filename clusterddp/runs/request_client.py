@@ -20,8 +20,9 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
+from clusterddp.codec import Misfit
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.history.codec import decode
@@ -30,7 +31,17 @@ from clusterddp.history.event import Event
 from clusterddp.history.outcome import over_already
 from clusterddp.history.words import BY_SLURM
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.messages.requests import Stop, UserRequest, read_request, request_line
+from clusterddp.messages.requests import (
+    LastAnswer,
+    News,
+    Refused,
+    Stop,
+    UserRequest,
+    answer_line,
+    read_answer,
+    read_request,
+    request_line,
+)
 from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show
 from clusterddp.rundir.control_address import Address, read_address
@@ -45,8 +56,9 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import give_notice
 from clusterddp.supervisor.history import History
-from clusterddp.worker.control_channel import keep_alive, send_line
+from clusterddp.worker.control_channel import encoded, keep_alive, send_line
 
+Answer: TypeAlias = News | LastAnswer
 #: Seconds for a connection to be accepted. Behind a firewall there is no answer.
 CONNECT_S = 3.0
 #: Seconds between two looks at the run's files, and between two queries of Slurm.
@@ -56,10 +68,11 @@ FILE_CHECK_S, QUERY_S = 0.1, 1.0
 START_S, END_S = 10.0, 60.0
 
 
-def ask(address: Address, host: str, asked: UserRequest) -> Iterator[dict[str, Any]]:
+def ask(address: Address, host: str, asked: UserRequest) -> Iterator[Answer]:
     """Sends a request to the supervisor at ``host``, and yields its answers as they come.
 
-    Ends after the last one, or when the supervisor has exited. OSError if the connection cannot be opened or breaks.
+    Ends after the last one, or when the supervisor has exited. OSError if the connection cannot be opened or breaks,
+    RunDirectoryError for an answer of another version.
     """
     with socket.create_connection((host, address.port), timeout=CONNECT_S) as connection:
         keep_alive(connection)
@@ -67,8 +80,16 @@ def ask(address: Address, host: str, asked: UserRequest) -> Iterator[dict[str, A
         send_line(connection, {"token": address.token, **request_line(asked)})
         with connection.makefile("rb") as lines:
             for line in lines:
-                if isinstance(answer := json.loads(line), dict):
-                    yield answer
+                yield _answer(line)
+
+
+def _answer(line: bytes | str) -> Answer:
+    try:
+        return read_answer(json.loads(line))
+    except (ValueError, Misfit) as error:
+        raise RunDirectoryError(
+            f"cannot read the supervisor's answer {line[:80]!r}: {error}. Its clusterddp may be another version"
+        ) from error
 
 
 def relay(run_directory: str, attempt: int, line: str) -> int:
@@ -78,27 +99,29 @@ def relay(run_directory: str, attempt: int, line: str) -> int:
         raise RunDirectoryError(f"attempt {attempt} of {run_directory} has no supervisor that accepts requests")
     try:
         for answer in ask(address, "127.0.0.1", read_request(json.loads(line))):
-            print(json.dumps(answer), flush=True)
+            print(encoded(answer_line(answer)).decode(), end="", flush=True)
     except OSError as error:
         raise RunDirectoryError(f"no answer at port {address.port} of this node: {error.strerror or error}") from error
     return 0
 
 
-def request(run: RunDirectory, asked: UserRequest) -> tuple[int, dict[str, Any]]:
+def request(run: RunDirectory, asked: UserRequest) -> tuple[int, LastAnswer | None]:
     """The number of the attempt that trains the run, and its supervisor's last answer to a request.
 
-    Shows the supervisor's messages meanwhile. The answer is empty if the supervisor exited without one. Raises
+    Shows the supervisor's messages meanwhile. It is None if the supervisor exited without one. Raises
     RunDirectoryError if no process or job trains the run, or if the supervisor refuses.
     """
     check_trains(run, asked)
     attempt, address = find_address(run)
-    answer: dict[str, Any] = {}
     for answer in _answers(run, attempt, address, asked):
-        if "news" in answer:
-            show(f"{run.path.name}: {answer['news']}")
-    if "refused" in answer:
-        raise RunDirectoryError(f"{run}: {answer['refused']}")
-    return attempt, {} if "news" in answer else answer
+        match answer:
+            case News(text):
+                show(f"{run.path.name}: {text}")
+            case Refused(why):
+                raise RunDirectoryError(f"{run}: {why}")
+            case _:
+                return attempt, answer
+    return attempt, None
 
 
 def check_trains(run: RunDirectory, asked: UserRequest | None = None) -> None:
@@ -192,7 +215,7 @@ def backwards(run: RunDirectory, attempt: int) -> Iterator[Event]:
             yield event
 
 
-def _answers(run: RunDirectory, attempt: int, address: Address, asked: UserRequest) -> Iterator[dict[str, Any]]:
+def _answers(run: RunDirectory, attempt: int, address: Address, asked: UserRequest) -> Iterator[Answer]:
     """The supervisor's answers, through a job step if it cannot be reached directly."""
     said = False
     try:
@@ -218,9 +241,7 @@ def _reachable_name(address: Address) -> str:
         return address.host
 
 
-def _through_a_step(
-    run: RunDirectory, attempt: int, address: Address, line: str, direct: OSError
-) -> Iterator[dict[str, Any]]:
+def _through_a_step(run: RunDirectory, attempt: int, address: Address, line: str, direct: OSError) -> Iterator[Answer]:
     slurm.require("srun")
     python = load_resolved(run.job_file).python
     command = [*step_command(address, python), str(run), str(attempt), line]
@@ -238,7 +259,7 @@ def _through_a_step(
             said = False
             for line in step.stdout:
                 said = True
-                yield json.loads(line)
+                yield _answer(line)
             problem = step.stderr.read().strip().splitlines()
         finally:
             step.terminate()

@@ -457,8 +457,8 @@ class Attempt:
                 self._writes.put(partial(say, text))
             case Broadcast(order, ranks):
                 self._server.broadcast(order, ranks)
-            case Answer(client, values, last):
-                self._server.answer(client, values, last)
+            case Answer(client, answer):
+                self._server.answer(client, answer)
             case StartTimer(timer, seconds):
                 self._start_timer(timer, seconds)
             case Heartbeat(rank, host, beat):

@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from clusterddp import protocol
 from clusterddp.failures.hangs import Hang, StillSlow
@@ -21,7 +21,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.messages import reports
 from clusterddp.messages.orders import Order
 from clusterddp.messages.reports import Alive, Figures, Joined, Left, Saving, Stacks
-from clusterddp.messages.requests import UserRequest
+from clusterddp.messages.requests import LastAnswer, News, UserRequest
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
 ASK_S = 4.0
@@ -213,11 +213,10 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer the request of ``client``: ``protocol.ANSWERS``. Unless it is the last answer, others will follow."""
+    """Answer the request of ``client``. After ``News``, others follow."""
 
     client: int
-    values: Mapping[str, Any]
-    last: bool = True
+    answer: News | LastAnswer
 
 
 @dataclass(frozen=True)

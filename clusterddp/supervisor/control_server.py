@@ -28,7 +28,15 @@ from clusterddp.history.beginnings import Rejoined
 from clusterddp.history.event import EVENTS, Reported, Unread
 from clusterddp.messages.orders import Connect, Order, Stop, order_line
 from clusterddp.messages.reports import REPORTS, Hello, Joined, Serving
-from clusterddp.messages.requests import REQUESTS, UserRequest, read_request
+from clusterddp.messages.requests import (
+    REQUESTS,
+    LastAnswer,
+    News,
+    Refused,
+    UserRequest,
+    answer_line,
+    read_request,
+)
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.schemas import EVENT, is_text, schema_error
 from clusterddp.supervisor.attempt_state import Report
@@ -243,9 +251,9 @@ class ControlServer:
         """
         self._request(lambda: self._send_to_all(order, ranks))
 
-    def answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
-        """Answers a request. The ``last`` answer closes its connection. Never waits."""
-        self._request(lambda: self._answer(client, values, last))
+    def answer(self, client: int, answer: News | LastAnswer) -> None:
+        """Answers a request. The last answer closes its connection. Never waits."""
+        self._request(lambda: self._answer(client, answer))
 
     def _request(self, act: Callable[[], None]) -> None:
         """Has the server's thread do something at once. Has no effect after ``close``."""
@@ -441,12 +449,14 @@ class ControlServer:
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
         """Takes a request from any process with the token, which only the user can read."""
         if len(self._clients) >= _MOST_CLIENTS:
-            _refuse(peer, f"{_MOST_CLIENTS} other requests have not been answered yet. Try again later")
+            _answer_at_once(peer, f"{_MOST_CLIENTS} other requests have not been answered yet. Try again later")
             return False
         try:
             request = read_request(message)
         except Misfit as error:
-            _refuse(peer, f"this job's clusterddp {__version__} supports {', '.join(REQUESTS)}. Refused: {error}")
+            _answer_at_once(
+                peer, f"this job's clusterddp {__version__} supports {', '.join(REQUESTS)}. Refused: {error}"
+            )
             return False
         self._requests_made += 1
         peer.client = self._requests_made
@@ -455,15 +465,15 @@ class ControlServer:
         self._handlers.on_request(peer.client, request)
         return True
 
-    def _answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
+    def _answer(self, client: int, answer: News | LastAnswer) -> None:
         """Sends what the connection takes at once. A thread sends the rest of a long last answer."""
         peer = self._clients.get(client)
         if peer is None:  # the user did not wait for the answer
             return
-        data = (json.dumps(values) + "\n").encode()
+        data = encoded(answer_line(answer))
         with suppress(OSError):
             data = data[peer.connection.send(data) :]
-        if not last:
+        if isinstance(answer, News):
             return
         if data:
             threading.Thread(target=_send_rest, args=(peer.connection.dup(), data), name="answer", daemon=True).start()
@@ -557,7 +567,14 @@ def _send_rest(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
 
 
+def _answer_at_once(peer: _Peer, why: str) -> None:
+    """Refuses a user's request."""
+    with suppress(OSError):
+        peer.connection.send(encoded(answer_line(Refused(why))))
+
+
 def _refuse(peer: _Peer, why: str) -> None:
+    """Refuses a rank that wants to join."""
     with suppress(OSError):
         send_line(peer.connection, {"refused": why})
 

@@ -26,7 +26,7 @@ from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import LauncherEnvironmentError, RunDirectoryError
 from clusterddp.failures.placement import Placement, as_placed, place
-from clusterddp.history.ends import Completed, Failed, RunEnd
+from clusterddp.history.ends import Completed, Failed, RunEnd, marked
 from clusterddp.history.words import at_step
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
@@ -204,7 +204,7 @@ def supervise_one(
     if again := outcome is not None:
         remove(run.outcome_file)  # the user who restarts the run has seen it
     if is_done:
-        return conclude(run, job, number, Completed, f"done: {found}")
+        return conclude(run, job, number, Completed, marked(found))
     if reason is not None and not again:
         return conclude(run, job, number, Failed, reason)
     submission = lease.take(run, number, me)

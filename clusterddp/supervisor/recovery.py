@@ -39,6 +39,7 @@ from clusterddp.history.ends import (
     Resubmitted,
     RunEnd,
     Stopped,
+    marked,
 )
 from clusterddp.history.failures import Excluded, LaunchFailed, Moved, NodeLost, NotExcluded, RankFailed
 from clusterddp.history.steps import ChildDied, StepsSeen
@@ -132,7 +133,7 @@ class Recovery:
             partial(completion_marker.look, self._run, self._job, self._history.view, completes)
         )
         if is_done:
-            reason = f"done: {found}{'' if completes else f'. The last attempt: {verdict.reason}'}"
+            reason = marked(found if completes else f"{found}. The last attempt: {verdict.reason}")
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
         if not completes:
             return verdict

@@ -7,9 +7,8 @@ request is a class in ``messages/requests.py`` and a function here (``accept``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from clusterddp.codec import name_of
 from clusterddp.failures.exclusion import may_exclude
@@ -21,6 +20,7 @@ from clusterddp.history.stops import Requested
 from clusterddp.hostlist import ranks_in
 from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import Saving, Stacks
+from clusterddp.messages.requests import Committed, Ended, LastAnswer, News, RankStacks, Refused
 from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
@@ -71,9 +71,9 @@ def on_answer(state: State, rank: int, answer: Stacks | Saving) -> Step:
 def on_checkpoint(state: State, saved: Checkpoint | CheckpointFailed) -> Step:
     """A checkpoint was committed, or failed: answers the requests that wait for it."""
     actions: list[Action] = []
-    answer: dict[str, Any] = {"checkpoint": saved.step}
+    answer: LastAnswer = Committed(saved.step)
     if isinstance(saved, CheckpointFailed):
-        answer = {"refused": f"checkpoint {saved.step} was not saved: {saved.reason}. Training continues"}
+        answer = Refused(f"checkpoint {saved.step} was not saved: {saved.reason}. Training continues")
     for waiting in _saves(state):
         if waiting.saving is not None and saved.step >= (waiting.saving.step or 0):
             state, more = _finish(state, waiting.request, answer)
@@ -95,7 +95,7 @@ def on_exit(state: State) -> Step:
     actions: list[Action] = []
     for waiting in list(state.pending.values()):
         what = waiting.request.what
-        answer = _stacks_answer(state, waiting) if isinstance(what, requests.Stacks) else {"ended": True}
+        answer: LastAnswer = _stacks_answer(state, waiting) if isinstance(what, requests.Stacks) else Ended()
         state, more = _finish(state, waiting.request, answer)
         actions += more
     return state, actions
@@ -143,16 +143,16 @@ def _wanted(state: State, request: Request) -> frozenset[int]:
     return wanted
 
 
-def _stacks_answer(state: State, waiting: Pending) -> dict[str, Any]:
+def _stacks_answer(state: State, waiting: Pending) -> RankStacks:
     absent = sorted(_wanted(state, waiting.request) - waiting.ranks)
     unanswered = sorted(waiting.ranks - waiting.stacks.keys())
-    return {
-        "stacks": grouped(waiting.stacks, state.hosts),
-        "unanswered": unanswered,
-        "starting": [rank for rank in absent if rank not in state.hosts],
-        "exited": [rank for rank in absent if rank in state.hosts],
-        "hosts": {str(rank): state.node_of(rank) for rank in unanswered},
-    }
+    return RankStacks(
+        stacks=grouped(waiting.stacks, state.hosts),
+        unanswered=unanswered,
+        starting=[rank for rank in absent if rank not in state.hosts],
+        exited=[rank for rank in absent if rank in state.hosts],
+        hosts={str(rank): state.node_of(rank) for rank in unanswered},
+    )
 
 
 def _save(state: State, request: Request, now: float) -> Step:
@@ -169,12 +169,12 @@ def _on_saving(state: State, waiting: Pending, answer: Saving) -> Step:
     """Rank 0 will save, unless its newest checkpoint has all steps, or there is no state to save (no ``step``)."""
     if answer.step is None:
         why = "there is no run to save. The script has not called ctx.run() yet, or writes its own checkpoints"
-        return _finish(state, waiting.request, {"refused": why})
+        return _finish(state, waiting.request, Refused(why))
     if answer.committed == answer.step:
-        return _finish(state, waiting.request, {"checkpoint": answer.step})
+        return _finish(state, waiting.request, Committed(answer.step))
     first = not any(other.saving for other in _saves(state))
     record: list[Action] = [Record(Requested(request="save"))] if first else []
-    news = Answer(waiting.request.client, {"news": "rank 0 saves at the next step boundary"}, last=False)
+    news = Answer(waiting.request.client, News("rank 0 saves at the next step boundary"))
     return _keep(state, replace(waiting, until=math.inf)), [*record, news]
 
 
@@ -184,7 +184,7 @@ def _saves(state: State) -> list[Pending]:
 
 def _save_late(state: State, waiting: Pending) -> Step:
     why = f"rank 0 ({state.node_of(0)}) did not answer within {ANSWER_S:g} s. It is stopped, or holds Python's GIL"
-    return _finish(state, waiting.request, {"refused": f"not saved: {why}"})
+    return _finish(state, waiting.request, Refused(f"not saved: {why}"))
 
 
 def _requeue(state: State, request: Request, nodes: Sequence[str], now: float) -> Step:
@@ -216,7 +216,7 @@ def _drain(state: State, request: Request, node: str, now: float) -> Step:
         return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again after that")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
-        why = f"not drained: {choice.why.partition(', and ')[2]}"
+        why = f"not drained: {choice.lack}"
         if state.restartable and may_exclude(state.job, [node]):
             why += f". `clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
         return _refuse(state, request, why)
@@ -228,7 +228,7 @@ def _end(state: State, request: Request, wanted: Stop, now: float, nodes: Sequen
     again = state.wanted is wanted and (not nodes or wanted is Stop.DRAIN)
     kind = name_of(type(request.what))
     record: list[Action] = [] if again else [Record(Requested(request=kind, nodes=tuple(nodes)))]
-    news = Answer(request.client, {"news": "all ranks stop after their current step"}, last=False)
+    news = Answer(request.client, News("all ranks stop after their current step"))
     state = _keep(replace(state, wanted=wanted), Pending(request, until=now + ANSWER_S))
     return state, [*record, news, *_timer(state, now)]
 
@@ -248,7 +248,7 @@ def _stop_late(state: State, waiting: Pending) -> Step:
         "no rank has confirmed the request yet. It stays in force, and the ranks get it as soon as they have connected "
         "to the supervisor"
     )
-    return state, [Answer(waiting.request.client, {"news": text}, last=False)]
+    return state, [Answer(waiting.request.client, News(text))]
 
 
 def _late(state: State, waiting: Pending) -> Step:
@@ -280,10 +280,10 @@ def _timer(state: State, now: float) -> list[Action]:
     return [StartTimer(Timer.ANSWER, max(0.0, min(left_s, ANSWER_S)))] if left_s < math.inf else []
 
 
-def _finish(state: State, request: Request, values: Mapping[str, Any]) -> Step:
+def _finish(state: State, request: Request, answer: LastAnswer) -> Step:
     pending = {client: waiting for client, waiting in state.pending.items() if client != request.client}
-    return replace(state, pending=pending), [Answer(request.client, values)]
+    return replace(state, pending=pending), [Answer(request.client, answer)]
 
 
 def _refuse(state: State, request: Request, why: str) -> Step:
-    return _finish(state, request, {"refused": why})
+    return _finish(state, request, Refused(why))

@@ -17,6 +17,7 @@ from clusterddp.history.ends import ResubmissionRefused, Resubmitted
 from clusterddp.history.view import Events
 from clusterddp.messages import orders
 from clusterddp.messages.reports import Committing, Saving
+from clusterddp.messages.requests import Committed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
 from clusterddp.slurm import commands
@@ -206,7 +207,7 @@ def _saves_are_promised() -> Patches:
     """`save` reports success before the checkpoint is committed."""
 
     def on_saving(state: Any, waiting: Any, answer: Saving) -> Any:
-        return user_requests._finish(state, waiting.request, {"checkpoint": answer.step or 0})
+        return user_requests._finish(state, waiting.request, Committed(answer.step or 0))
 
     return [(user_requests, "_on_saving", on_saving)]
 

@@ -25,7 +25,7 @@ from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.messages.orders import Commit, CountSteps, Leave, Order, Save, Stop
-from clusterddp.messages.requests import UserRequest
+from clusterddp.messages.requests import LastAnswer, News, UserRequest
 from clusterddp.protocol import CHECKPOINT, COMMITTED
 from clusterddp.rundir.control_address import Address
 from clusterddp.rundir.run_directory import RunDirectory
@@ -146,7 +146,7 @@ class Cluster:
             world.sleep(CONNECT_S)
         return silent
 
-    def ask(self, address: Address, host: str, asked: UserRequest) -> Iterator[dict[str, Any]]:
+    def ask(self, address: Address, host: str, asked: UserRequest) -> Iterator[News | LastAnswer]:
         """A user's request to a supervisor, as ``runs/request_client.py`` sends it."""
         world = self.world
         if not self.reaches(world.process.node, host):
@@ -158,16 +158,17 @@ class Cluster:
         if server is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         answers = SimpleQueue(world)
-        server.request(next(self._clients), asked, lambda *answer: answers.put(answer))
-        last = False
-        while not last:
+        server.request(next(self._clients), asked, answers.put)
+        while True:
             try:
-                answer, last = answers.get(timeout=1.0)
+                answer: News | LastAnswer = answers.get(timeout=1.0)
             except Empty:
                 if server.open and self.reaches(world.process.node, host):
                     continue
                 return
-            yield dict(answer)
+            yield answer
+            if not isinstance(answer, News):
+                return
 
     def on_node(self, node: str, lost: bool) -> None:
         """A node is lost, or back: connections break after a silence, and messages that waited are delivered."""
@@ -194,7 +195,7 @@ class Server:
         self._last: dict[int, float] = {}
         #: Messages that wait for a cable, by rank.
         self._waiting: dict[int, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
-        self._clients: dict[int, Callable[[Mapping[str, Any], bool], Any]] = {}
+        self._clients: dict[int, Callable[[News | LastAnswer], Any]] = {}
         #: What ranks have said since their connection broke, which they repeat once they have joined again.
         self._repeated: dict[int, list[tuple[str, Mapping[str, Any]]]] = {}
 
@@ -209,11 +210,11 @@ class Server:
             if ranks is None or number in ranks:
                 self._deliver(number, rank.obey, order)
 
-    def answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
+    def answer(self, client: int, answer: News | LastAnswer) -> None:
         """An answer to a request of the user."""
         if client in self._clients:
-            self._clients[client](values, last)
-            if last:
+            self._clients[client](answer)
+            if not isinstance(answer, News):
                 del self._clients[client]
 
     def close(self) -> None:

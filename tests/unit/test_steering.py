@@ -41,7 +41,7 @@ from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
 from tests.fake_slurm import FakeSlurm, NoRanks
-from tests.histories import check_history, fields, happened, view
+from tests.histories import check_history, happened, view
 from tests.waiting import wait_until
 from tests.wording import raises, says
 
@@ -60,9 +60,9 @@ class Server:
         self.server = ControlServer(TOKEN, Handlers(lambda *_: None, on_request=take), host="127.0.0.1")
         self.address = Address("127.0.0.1", self.server.port, TOKEN)
 
-    def ask(self, request: requests.UserRequest | None = None) -> queue.Queue[list[dict[str, Any]]]:
+    def ask(self, request: requests.UserRequest | None = None) -> queue.Queue[list[Any]]:
         """Asks in a thread; the answers are in the queue once there are all."""
-        heard: queue.Queue[list[dict[str, Any]]] = queue.Queue()
+        heard: queue.Queue[list[Any]] = queue.Queue()
         asked = request or requests.Save()
         threading.Thread(target=lambda: heard.put(list(ask(self.address, "127.0.0.1", asked)))).start()
         return heard
@@ -80,10 +80,10 @@ def test_a_request_gets_news_and_one_last_answer_of_any_length(server: Server) -
     heard = server.ask(requests.Stacks("0"))
     number, request = server.requests.get(timeout=10)
     assert request == requests.Stacks("0")
-    server.server.answer(number, {"news": "wait"}, last=False)
-    server.server.answer(number, {"stacks": "x" * 20_000_000}, last=True)
+    server.server.answer(number, requests.News("wait"))
+    server.server.answer(number, requests.Refused("x" * 20_000_000))
     news, answer = heard.get(timeout=20)
-    assert (news, len(answer["stacks"])) == ({"news": "wait"}, 20_000_000)
+    assert (news, len(answer.why)) == (requests.News("wait"), 20_000_000)
 
 
 def test_a_request_without_the_token_is_no_request(server: Server) -> None:
@@ -92,25 +92,41 @@ def test_a_request_without_the_token_is_no_request(server: Server) -> None:
     assert server.requests.empty()
 
 
+def test_an_answer_of_another_version_is_an_error_that_quotes_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b'{"answer": "dance"}\n')
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with raises(RunDirectoryError):
+            list(ask(Address("127.0.0.1", other.getsockname()[1], TOKEN), "127.0.0.1", requests.Save()))
+        answering.join()
+
+
 def test_a_user_who_does_not_wait_for_the_answer_is_forgotten(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
         connection.sendall(json.dumps({"token": TOKEN, "request": "save"}).encode() + b"\n")
         number, _ = server.requests.get(timeout=10)
     wait_until(lambda: not server.server._clients, "the connection to be dropped")
-    server.server.answer(number, {"checkpoint": 7}, last=True)
+    server.server.answer(number, requests.Committed(7))
     heard = server.ask()
-    server.server.answer(server.requests.get(timeout=10)[0], {"checkpoint": 8}, last=True)
-    assert heard.get(timeout=10) == [{"checkpoint": 8}]
+    server.server.answer(server.requests.get(timeout=10)[0], requests.Committed(8))
+    assert heard.get(timeout=10) == [requests.Committed(8)]
 
 
 def test_too_many_requests_at_a_time_are_refused(server: Server) -> None:
     waiting = [server.ask() for _ in range(16)]
     taken = [server.requests.get(timeout=10)[0] for _ in waiting]
     [refusal] = server.ask().get(timeout=10)
-    assert refusal["refused"] == "16 other requests have not been answered yet. Try again later"
+    assert refusal.why == "16 other requests have not been answered yet. Try again later"
     for number in taken:
-        server.server.answer(number, {"checkpoint": 7}, last=True)
-    assert [heard.get(timeout=10) for heard in waiting] == [[{"checkpoint": 7}]] * 16
+        server.server.answer(number, requests.Committed(7))
+    assert [heard.get(timeout=10) for heard in waiting] == [[requests.Committed(7)]] * 16
 
 
 def test_a_supervisor_that_exits_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +235,7 @@ def test_the_stacks_of_many_ranks_are_grouped_and_a_silent_rank_is_named(
     assert command(["stacks", str(run), "--rank", "0-1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])  # the supervisor, a thread here, may print before
     assert answer["unanswered"] == [1] and [group["ranks"] for group in answer["stacks"]] == [[0]]
-    assert answer.keys() == fields(protocol.ANSWERS["stacks"].fields)[0]
+    assert answer.keys() == {item.name for item in dataclasses.fields(requests.RankStacks)}
 
 
 def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Callable[[int], StubRanks]) -> None:
@@ -294,7 +310,7 @@ def test_the_exit_code_says_whether_the_attempt_ended_as_requested(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, order: str, end: dict[str, Any], code: int
 ) -> None:
     """The attempt may end for another reason first."""
-    monkeypatch.setattr(steering, "request", lambda *_, **__: (0, {"ended": True}))
+    monkeypatch.setattr(steering, "request", lambda *_, **__: (0, requests.Ended()))
     more = {} if end["event"] in RUN_ENDS else {"cause": "why"}
     happened(run, {"time": 1.0, "attempt": 0, "reason": "why", **more, **end})
     assert command([order, str(run), *(["n1"] if order == "drain" else [])]) == code
@@ -503,9 +519,9 @@ def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
     threading.Thread(target=lambda: heard.put(request_client.request(run, requests.Stacks("0")))).start()
     number, request = server.requests.get(timeout=20)
     assert request == requests.Stacks("0")
-    server.server.answer(number, {"news": "wait"}, last=False)
-    server.server.answer(number, {"stacks": []}, last=True)
-    assert heard.get(timeout=10) == (0, {"stacks": []})
+    server.server.answer(number, requests.News("wait"))
+    server.server.answer(number, requests.RankStacks(unanswered=[1]))
+    assert heard.get(timeout=10) == (0, requests.RankStacks(unanswered=(1,)))
     given = (tmp_path / "given").read_text()
     assert given.startswith("--jobid=41 --nodelist=n1 --chdir=/ --overlap ") and TOKEN not in given
 
@@ -536,5 +552,5 @@ def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(
     write_address(run, 0, Address("127.0.0.1", server.server.port, TOKEN, "41"))
     heard: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=lambda: heard.put(request_client.request(run, requests.Save()))).start()
-    server.server.answer(server.requests.get(timeout=20)[0], {"checkpoint": 7}, last=True)
-    assert heard.get(timeout=10) == (0, {"checkpoint": 7})
+    server.server.answer(server.requests.get(timeout=20)[0], requests.Committed(7))
+    assert heard.get(timeout=10) == (0, requests.Committed(7))

@@ -56,9 +56,10 @@ def done(state: State, event: Event, now: float = NOW) -> list[Action]:
     return step(state, event, now)[1]
 
 
-def answers(actions: Sequence[Action], client: int) -> list[dict[str, Any]]:
+def answers(actions: Sequence[Action], client: int) -> list[Any]:
     """The last answers to a client."""
-    return [dict(one.values) for one in actions if isinstance(one, Answer) and one.client == client and one.last]
+    found = [one.answer for one in actions if isinstance(one, Answer) and one.client == client]
+    return [answer for answer in found if not isinstance(answer, requests.News)]
 
 
 def stacks(rank: int, line: int = 8, request: int = 7) -> RankEvent:
@@ -86,8 +87,8 @@ def checkpoint(number: int) -> RankEvent:
 def test_the_stacks_of_all_ranks_are_answered_together_once_the_last_has_come() -> None:
     state = after(*WAITING_FOR_TWO, stacks(1))
     [answer] = answers(done(state, stacks(0)), 7)
-    assert [group["ranks"] for group in answer["stacks"]] == [[0, 1]]
-    assert answer["unanswered"] == answer["starting"] == answer["exited"] == []
+    assert [group.ranks for group in answer.stacks] == [[0, 1]]
+    assert answer.unanswered == answer.starting == answer.exited == []
 
 
 def test_only_the_named_ranks_are_asked() -> None:
@@ -100,17 +101,17 @@ def test_a_rank_that_does_not_answer_in_time_is_named() -> None:
     state = after(*WAITING_FOR_TWO, stacks(1))
     assert done(state, Timer.ANSWER, NOW + ANSWER_S - 1) == [StartTimer(Timer.ANSWER, 1.0)]
     [answer] = answers(done(state, Timer.ANSWER, NOW + ANSWER_S), 7)
-    assert (answer["unanswered"], answer["hosts"]) == ([0], {"0": "n1"})
-    assert [group["ranks"] for group in answer["stacks"]] == [[1]]
+    assert (answer.unanswered, answer.hosts) == ([0], {"0": "n1"})
+    assert [group.ranks for group in answer.stacks] == [[1]]
 
 
 def test_ranks_that_have_exited_or_not_joined_are_not_waited_for() -> None:
     state = after(FAILED, *WAITING_FOR_TWO)
     [answer] = answers(done(state, stacks(0)), 7)
-    assert (answer["exited"], answer["starting"]) == ([1], [])
+    assert (answer.exited, answer.starting) == ([1], [])
     starting = State(dataclasses.replace(TWO_RANKS), ("n1",))
     [answer] = answers(done(starting, WAITING_FOR_TWO[0]), 7)
-    assert (answer["stacks"], answer["starting"]) == ([], [0, 1])
+    assert (answer.stacks, answer.starting) == ([], [0, 1])
 
 
 def test_a_late_answer_changes_nothing() -> None:
@@ -127,7 +128,7 @@ def test_a_late_answer_changes_nothing() -> None:
 )
 def test_an_impossible_request_is_refused_at_once(ranks: str, why: str) -> None:
     [refusal] = answers(done(after(), Request(7, requests.Stacks(ranks))), 7)
-    assert why in refusal["refused"]
+    assert why in refusal.why
 
 
 def test_many_ranks_with_few_stacks_are_described_in_a_few_lines() -> None:
@@ -160,7 +161,7 @@ def test_a_save_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_a
     assert Broadcast(orders.Save(1), frozenset((0,))) in done(after(), SAVE)
     state = after(SAVE, saving(step=7, committed=5))
     assert answers(done(state, checkpoint(6)), 1) == []
-    assert answers(done(state, checkpoint(8)), 1) == [{"checkpoint": 8}]
+    assert answers(done(state, checkpoint(8)), 1) == [requests.Committed(8)]
 
 
 def test_repeated_saves_are_one_in_the_history_and_are_all_answered_by_one_checkpoint() -> None:
@@ -170,24 +171,24 @@ def test_repeated_saves_are_one_in_the_history_and_are_all_answered_by_one_check
     state = after(second, state=state)
     assert [type(one) for one in done(state, saving(request=9, step=7))] == [Answer]
     actions = done(after(saving(request=9, step=7), state=state), checkpoint(8))
-    assert answers(actions, 1) == answers(actions, 9) == [{"checkpoint": 8}]
+    assert answers(actions, 1) == answers(actions, 9) == [requests.Committed(8)]
 
 
 @pytest.mark.parametrize(
     ("events", "event", "answer"),
     [
-        ([SAVE], saving(step=7, committed=7), {"checkpoint": 7}),
-        ([SAVE], saving(), {"refused": NO_RUN}),
+        ([SAVE], saving(step=7, committed=7), requests.Committed(7)),
+        ([SAVE], saving(), requests.Refused(NO_RUN)),
         (
             [SAVE, saving(step=7)],
             reported(0, "checkpoint_failed", {"step": 8, "reason": "No space left"}),
-            {"refused": "checkpoint 8 was not saved: No space left. Training continues"},
+            requests.Refused("checkpoint 8 was not saved: No space left. Training continues"),
         ),
-        ([SAVE, saving(step=7)], RanksExited(0), {"ended": True}),
+        ([SAVE, saving(step=7)], RanksExited(0), requests.Ended()),
     ],
 )  # fmt: skip
 def test_a_save_that_is_not_needed_or_not_possible_is_answered_too(
-    events: Sequence[Event], event: Event, answer: dict[str, Any]
+    events: Sequence[Event], event: Event, answer: requests.LastAnswer
 ) -> None:
     assert answers(done(after(*events), event), 1) == [answer]
 
@@ -195,9 +196,9 @@ def test_a_save_that_is_not_needed_or_not_possible_is_answered_too(
 def test_a_save_without_rank_0_is_refused() -> None:
     """It has not joined, or does not answer."""
     [refusal] = answers(done(State(TWO_RANKS), SAVE), 1)
-    assert refusal["refused"] == "not saved: the ranks are still starting"
+    assert refusal.why == "not saved: the ranks are still starting"
     [refusal] = answers(done(after(SAVE), Timer.ANSWER, NOW + ANSWER_S), 1)
-    assert "rank 0 (n1) did not answer within 5 s" in refusal["refused"]
+    assert "rank 0 (n1) did not answer within 5 s" in refusal.why
 
 
 def test_a_later_request_does_not_postpone_the_time_of_an_earlier_one() -> None:
@@ -216,7 +217,7 @@ def test_a_stop_tells_all_ranks_at_once_and_is_in_the_history_once() -> None:
     again = done(after(STOP), dataclasses.replace(STOP, client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
     exits = done(after(STOP, dataclasses.replace(STOP, client=9)), RanksExited(0))
-    assert answers(exits, 2) == answers(exits, 9) == [{"ended": True}]
+    assert answers(exits, 2) == answers(exits, 9) == [requests.Ended()]
 
 
 def test_a_stop_of_ranks_that_stop_already_only_changes_what_follows() -> None:
@@ -227,7 +228,7 @@ def test_a_stop_of_ranks_that_stop_already_only_changes_what_follows() -> None:
 
 def test_a_stop_that_no_rank_confirms_stands_and_the_user_hears_of_it() -> None:
     late = done(after(STOP), Timer.ANSWER, NOW + ANSWER_S)
-    assert [one.last for one in late if isinstance(one, Answer)] == [False]
+    assert [type(one.answer) for one in late if isinstance(one, Answer)] == [requests.News]
     heard = after(STOP, reported(0, "notified", {"reason": "clusterddp stop"}))
     assert done(heard, Timer.ANSWER, NOW + ANSWER_S) == []
 
@@ -235,12 +236,12 @@ def test_a_stop_that_no_rank_confirms_stands_and_the_user_hears_of_it() -> None:
 def test_a_stop_takes_precedence_over_a_requeue() -> None:
     assert after(REQUEUE, STOP).wanted is Stop.HOLD
     [refusal] = answers(done(after(STOP), REQUEUE), 3)
-    assert "is being stopped by `clusterddp stop`" in refusal["refused"]
+    assert "is being stopped by `clusterddp stop`" in refusal.why
 
 
 def test_a_run_in_the_users_own_allocation_is_not_requeued() -> None:
     [refusal] = answers(done(after(state=State(TWO_RANKS, restartable=False)), REQUEUE), 3)
-    assert "Slurm cannot requeue your own allocation" in refusal["refused"]
+    assert "Slurm cannot requeue your own allocation" in refusal.why
 
 
 SPARES = dataclasses.replace(TWO_RANKS, nodes=2, gpus_per_node=1, spare_nodes=1)
@@ -260,7 +261,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
     again = done(state, dataclasses.replace(drain("n2"), client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
     [refusal] = answers(done(state, dataclasses.replace(drain("n1"), client=9)), 9)
-    assert refusal["refused"] == "not drained: the run is already leaving n2. Try again after that"
+    assert refusal.why == "not drained: the run is already leaving n2. Try again after that"
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
 )
 def test_a_drain_that_is_not_possible_is_refused(node: str, events: list[Event], state: State, why: str) -> None:
     [refusal] = answers(done(after(*events, state=state), drain(node)), 3)
-    assert refusal["refused"] == why
+    assert refusal.why == why
 
 
 # ---- once the ranks have exited
