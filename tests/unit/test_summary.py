@@ -114,7 +114,7 @@ def test_a_damaged_record_is_reported_and_nothing_else_is_lost(tmp_path: Path) -
     found = summarize(run)
     assert found.error is not None and "outcome.json is not JSON" in found.error
     assert found.attempts == 2
-    run.events_file.write_bytes(b'\0\0{"event": "started"}\n[]\n{"time": 1, "attempt": 0, "event": "started"}\ntorn')
+    run.events_file.write_bytes(b'\0\0{"event": "started"}\n[]\n{"time": 1, "attempt": 0, "event": "no_rank"}\ntorn')
     assert summarize(run).attempts == 1
 
 
