@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SlurmError
-from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.failures.placement import JobStart
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -189,6 +189,7 @@ class NoRanks:
     """A launcher on this machine that starts and ends nothing."""
 
     name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
+    failure: LaunchFailure | None = None
     pid: int | None = None
     failed: Callable[[int], object]
 

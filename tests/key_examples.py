@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clusterddp.jobdef.kinds import SHELL_LINES
 from clusterddp.keys.kinds import REGEX, TEXT, WORD, Kind, Schema
 from clusterddp.keys.table import Entry, OrOff, Section, Short, Switch
 
@@ -56,10 +57,6 @@ BY_KEY = {
     "mem": Examples(["64G", "0", "500", "none"], ["64 G", "much", "[1]"]),
     "snapshot": Examples(["true", "false", "500M", "2G"], ["500", "2 G", "no", "[2G]"]),
     "hook": Examples(["[python, notify.py]", "echo done"], ["[]", "{a: b}", '""', "[[a]]"]),
-    "setup": Examples(
-        ["[module load cuda]", "module load cuda", "|\n  a\n  b", "{replace: [module load cuda]}"],
-        ["{a: b}", "[[a]]", '""', "{replace: {a: b}}"],
-    ),
     "env": Examples(["{A: 1, B: , C: text}", "{}"], ["[a]", "{1A: x}", "{RANK: 1}", "{A: [1]}"]),
     "python": Examples(["/opt/python"], ["-x", "[a]"]),
     "sbatch": _SLURM,
@@ -77,6 +74,10 @@ BY_KEY = {
 BY_KIND: dict[Kind, Examples] = {
     TEXT: Examples(["digits", "5", "my project"], ["[a]", "{a: b}", '""']),
     WORD: Examples(["gpu", "5", "no", '"1e3"'], ["a b", "[a]", '"it\'s"', '""']),
+    SHELL_LINES: Examples(
+        ["[module load cuda]", "module load cuda", "|\n  a\n  b", "{replace: [module load cuda]}"],
+        ["{a: b}", "[[a]]", '""', "{replace: {a: b}}"],
+    ),
     REGEX: Examples(["epochs completed", r"'iter (\d+)'"], ["[a]", '""']),
 }
 

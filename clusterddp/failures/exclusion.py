@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.history.beginnings import Preflight, Started
 from clusterddp.history.event import Event
-from clusterddp.history.failures import Excluded, Hung, NodeFailure, NodeLost, RankFailed
+from clusterddp.history.failures import Excluded, Hung, LaunchFailed, NodeFailure, NodeLost, RankFailed
 from clusterddp.history.stops import Requested
 from clusterddp.history.view import Events
 from clusterddp.hostlist import expand
@@ -72,8 +72,8 @@ def may_exclude(job: Job, nodes: Iterable[str]) -> list[str]:
 
 
 def of_nodes(events: Iterable[Event]) -> list[NodeFailure]:
-    """The failures of nodes: a rank on one failed first, other than by an error of the script, its GPU hung, or the
-    node was lost."""
+    """The failures of nodes: a rank on one failed first, other than by an error of the script, its GPU hung, the node
+    was lost, or its setup failed."""
     return [event for event in events if isinstance(event, NodeFailure) and event.suspect]
 
 
@@ -109,7 +109,7 @@ def kind(failure: NodeFailure) -> str | None:
     has failed: it was lost, its GPU's driver reported a fault, or it lacks GPUs."""
     if isinstance(failure, Hung):
         return failure.name
-    if isinstance(failure, NodeLost) or failure.fault or failure.lacks_gpus:
+    if isinstance(failure, NodeLost) or (isinstance(failure, RankFailed) and (failure.fault or failure.lacks_gpus)):
         return None
     return re.sub(r"\d+", "0", what(failure))
 
@@ -168,6 +168,8 @@ def what(failure: NodeFailure) -> str:
     words = ""
     if isinstance(failure, RankFailed):
         words = failure.fault or failure.error
+    elif isinstance(failure, LaunchFailed):
+        words = failure.error
     elif isinstance(failure, Hung):
         words = failure.what
     return (words or "the node stopped responding").splitlines()[0]

@@ -113,22 +113,22 @@ MOST_LINES, LONGEST_LINE = 12, 400
 
 @dataclass(frozen=True)
 class LaunchFailure:
-    """srun has started no rank. ``lines``: what it printed. ``refused``: whether it would refuse the same again."""
+    """No rank was started. ``error``: why, in a sentence. ``lines``: what srun or the node's setup printed.
+    ``refused``: whether the same would probably happen again. ``node``: the one at fault, or empty."""
 
+    error: str
     lines: tuple[str, ...]
     refused: bool
-
-    def words(self) -> str:
-        """The failure in a sentence, with srun's first error."""
-        said = [line.removeprefix("srun: ").removeprefix("error: ").strip() for line in self.lines]
-        said = [line for line in said if not line.startswith("cluster configuration lacks")]  # a warning
-        return f"srun could not start the ranks: {said[0] if said else 'it printed no reason'}"
+    node: str = ""
 
 
-def launch_failure(messages: str) -> LaunchFailure:
-    """From the messages of an srun that has failed before any rank started."""
+def launch_failure(messages: str, what: str = "the ranks") -> LaunchFailure:
+    """From the messages of an srun that has failed before ``what`` started. The first error is its reason."""
     lines = [line[:LONGEST_LINE] for line in messages.splitlines() if line.strip()]
-    return LaunchFailure(tuple(lines[:MOST_LINES]), _REFUSALS.search(messages) is not None)
+    said = [line.removeprefix("srun: ").removeprefix("error: ").strip() for line in lines]
+    said = [line for line in said if not line.startswith("cluster configuration lacks")]  # a warning
+    error = f"srun could not start {what}: {said[0] if said else 'it printed no reason'}"
+    return LaunchFailure(error, tuple(lines[:MOST_LINES]), _REFUSALS.search(messages) is not None)
 
 
 def failed_nodes(messages: str) -> list[str]:

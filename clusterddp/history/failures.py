@@ -163,11 +163,13 @@ class NodeLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFailed(Event):
-    """srun has started no rank. `lines`: what it printed. `refused`: it would refuse the same again"""
+    """srun has started no rank, or `node_setup` failed on a node. `lines`: what they printed. `refused`: the same would
+    happen again. `suspect`: the node, if others passed"""
 
     error: str
     lines: Sequence[str]
     refused: bool
+    suspect: str | None = None
 
     def sentence(self) -> str:
         return self.error
@@ -196,7 +198,7 @@ class RankFailed(Event):
 #: What names the first failure of an attempt.
 Failure = RankFailed | Hung | LaunchFailed
 #: What may be the failure of a node: that of its rank or GPU, or its own. ``suspect`` is the node, if it is at fault.
-NodeFailure = RankFailed | Hung | NodeLost
+NodeFailure = RankFailed | Hung | NodeLost | LaunchFailed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts of the process group, and the notice before the time limit, in seconds."""
+    """Timeouts of the process group and of the nodes' setup, and the notice before the time limit, in seconds."""
 
     start_s: Seconds = 1800.0
     """The process group's timeout until the first step is complete: imports, data sets, compilation."""
@@ -94,6 +94,8 @@ class Timeouts:
     """The process group's timeout after the first step."""
     connect_s: Seconds = 300.0
     """Seconds that the ranks may take to connect to each other once all of them have called ``clusterddp.init()``."""
+    nodes_s: Seconds = 600.0
+    """Seconds that ``node_setup`` may take on the nodes of a job before the ranks start."""
     notice_s: Seconds = 120.0
     """Seconds before the time limit at which the run saves and stops."""
 
@@ -319,6 +321,9 @@ class Job:
     setup: Annotated[tuple[str, ...], kinds.SHELL_LINES] = ()
     """Shell lines that run on the first node before the ranks start. They follow those of configuration files. In place
     of these: ``setup: {replace: [module load cuda]}``."""
+    node_setup: Annotated[tuple[str, ...], kinds.SHELL_LINES] = ()
+    """Shell lines that run on every node of a job, spare ones included, once before the ranks start. The first line
+    that fails ends them, and no rank starts. They may take ``timeouts.nodes_s`` and add up as those of ``setup``."""
     env: Annotated[dict[str, str], kinds.VARIABLES, Placeholders()] = field(default_factory=dict)
     """Environment variables for the ranks, with placeholders as in ``args``."""
     python: Annotated[str | None, kinds.PYTHON] = None
@@ -348,7 +353,7 @@ class Job:
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """When checkpoints are saved and which are kept, such as ``{every: 500 steps, keep: 3}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    """Timeouts of the process group, and the notice before the time limit."""
+    """Timeouts of the process group and of the nodes' setup, and the notice before the time limit."""
     watchdog: Annotated[Watchdog | None, OrOff(Section(Watchdog))] = field(default_factory=Watchdog)
     """None, in YAML ``off``: a hung run continues until its time limit or the process group's timeout."""
     progress_interval: Annotated[float | None, OrOff(positive("seconds"))] = 10.0

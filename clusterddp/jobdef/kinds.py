@@ -135,8 +135,8 @@ def _shell_lines(node: Node) -> tuple[str, ...]:
         for variable_name in ASSIGNMENT.findall(line):
             if is_secret(variable_name):
                 raise Wrong(
-                    f"{variable_name} would be stored in the batch script, which Slurm keeps. Set it under env:, or "
-                    f"read it from a file: export {variable_name}=$(cat FILE)"
+                    f"{variable_name} would be stored in the batch script, which Slurm keeps, or in job.yaml. Set it "
+                    f"under env:, or read it from a file: export {variable_name}=$(cat FILE)"
                 )
     return tuple(lines)
 

@@ -107,14 +107,14 @@ def get(fields: Fields, name: str) -> Node | None:
 
 
 #: Keys whose lists in several layers add up.
-_ADDED = ("setup",)
+_ADDED = ("setup", "node_setup")
 #: In a mapping in place of such a list: what earlier layers have is dropped.
 REPLACE = "replace"
 
 
 def merged(layers: Iterable[Fields]) -> Fields:
     """All layers of definitions in one. Later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by
-    key, and lists of ``setup`` add up, unless the later one says ``{replace: [...]}``."""
+    key, and lists of ``setup`` and ``node_setup`` add up, unless the later one says ``{replace: [...]}``."""
     return _merged(layers, _ADDED)
 
 

@@ -196,10 +196,10 @@ class RunDirectory:
     logs = _Below("logs")
     """The output of ranks and jobs.
 
-    ``attempt-<n>/rank-<r>.out`` and ``.err`` are what rank r printed, and ``srun.err`` is what srun printed. If a rank
-    hung, its ``.err`` holds the stacks of its threads. ``job-<id>.log`` is the output of the batch script: that of
-    ``setup`` and of the supervisor. With ``--local``, the supervisor writes to ``supervisor.log``. A new attempt
-    deletes the logs of old ones, except those
+    ``attempt-<n>/rank-<r>.out`` and ``.err`` are what rank r printed, ``srun.err`` is what srun printed, and
+    ``nodes.err`` what ``node_setup`` printed on each node. If a rank hung, its ``.err`` holds the stacks of its
+    threads. ``job-<id>.log`` is the output of the batch script: that of ``setup`` and of the supervisor. With
+    ``--local``, the supervisor writes to ``supervisor.log``. A new attempt deletes the logs of old ones, except those
     of the first attempt and of the newest ``keep_logs``. ``clusterddp logs`` prints them.
     """
     loop_log = _Below("logs/loop.log")
@@ -315,6 +315,10 @@ class RunDirectory:
     def launcher_log(self, attempt: int) -> Path:
         """What srun itself printed: errors, and how ranks ended. None with ``--local``."""
         return self.attempt_logs(attempt) / "srun.err"
+
+    def nodes_log(self, attempt: int) -> Path:
+        """What was printed before the ranks started, by ``node_setup`` and by the srun that ran it on every node."""
+        return self.attempt_logs(attempt) / "nodes.err"
 
     def attempt_private(self, attempt: int) -> Path:
         """The folder of an attempt's records: how each rank ended, what was resumed."""

@@ -249,7 +249,7 @@ def described(run: RunDirectory, event: Failure) -> str:
     """A first failure in words, as the supervisor described it, but without the failures that followed from it."""
     attempt, when = event.attempt, event.time
     if isinstance(event, LaunchFailed):
-        end = RankEnd.of_launch(LaunchFailure(tuple(event.lines), event.refused), when)
+        end = RankEnd.of_launch(LaunchFailure(event.error, tuple(event.lines), event.refused), when)
     elif isinstance(event, Hung):
         end = RankEnd(event.rank, event.host, End.HUNG, when, error=event.what)
     else:

@@ -83,7 +83,7 @@ from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.retry_limits import gpu_hours_end
 from clusterddp.supervisor.script_checkpoints import LAST_SEARCH_S, ScriptCheckpoints
 from clusterddp.supervisor.step_log import StepLog
-from clusterddp.supervisor.verdict import end_of_file, rank_ends
+from clusterddp.supervisor.verdict import RankEnd, end_of_file, rank_ends
 from clusterddp.trackers.registry import TRACKERS
 from clusterddp.worker.code_paths import mapped_variables
 
@@ -566,6 +566,8 @@ class Attempt:
     def _result(self) -> AttemptResult:
         state, statuses = self._state, self._launcher.exit_statuses()
         ends = rank_ends(self._run, self._number, state, statuses)
+        if self._launcher.failure is not None:
+            ends = [RankEnd.of_launch(self._launcher.failure)]
         seen = state.ended_well | statuses.keys()
         unseen = [state.node_of(rank) for rank in sorted(state.hosts.keys() - seen)] if state.exit_code else []
         ends = [end.without(self._history.secrets) for end in ends]

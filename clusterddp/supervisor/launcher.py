@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exit_status
-from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
@@ -26,6 +27,7 @@ from clusterddp.rundir.files import create_file, read_bytes
 from clusterddp.supervisor.addresses import reached_at
 from clusterddp.supervisor.batch_host_guard import guard_command, guard_environment
 from clusterddp.supervisor.control_server import listen
+from clusterddp.supervisor.node_setup import NodeSetup
 
 #: The nodes are unknown: srun chooses.
 ALL_NODES = Placement()
@@ -44,6 +46,8 @@ class Launcher(Protocol):
     failed: Callable[[int], object]
     #: srun's process. None without srun.
     pid: int | None
+    #: Why no rank was started, if that is known before srun starts them.
+    failure: LaunchFailure | None
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts all ranks, with their output in ``logs/rank-<r>.out`` and ``.err``."""
@@ -68,7 +72,10 @@ class Launcher(Protocol):
 
 
 class SlurmLauncher:
-    """The ranks as one job step, a task per rank. ``placement``: which nodes of the job get ranks."""
+    """The ranks as one job step, a task per rank. ``placement``: which nodes of the job get ranks.
+
+    ``setup``: what its nodes need before. ``start`` then begins that, and ``wait`` starts the ranks once it is done.
+    """
 
     name = "slurm"
     supervisor_host = ""
@@ -76,18 +83,32 @@ class SlurmLauncher:
     #: Seconds between two reads of srun's messages.
     read_interval_s = 2.0
 
-    def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
+    def __init__(self, job: Job, placement: Placement = ALL_NODES, setup: NodeSetup | None = None) -> None:
         """Raises LauncherEnvironmentError if this node lacks the job's ``interface``."""
-        self._job, self._placement = job, placement
+        self._job, self._placement, self._setup = job, placement, setup
         self._host = reached_at(os.environ, job.interface)
         self.failed: Callable[[int], object] = lambda _: None
         self.pid: int | None = None
+        self.failure: LaunchFailure | None = None
+        #: Starts the ranks, once the setup of the nodes is done. None if there is none.
+        self._start_ranks: Callable[[], None] | None = None
+        #: Whether a signal came before that.
+        self._stopped = False
+        self._lock = threading.Lock()
         self._guards: list[subprocess.Popen[bytes]] = []
         self._listener: socket.socket | None = None
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
-        """Starts srun. Its own messages go to ``logs/srun.err``."""
+        """Starts srun, or the setup of the nodes. Messages of the ranks' srun go to ``logs/srun.err``."""
         self._messages = logs / "srun.err"
+        if self._setup is not None and (nodes := self._setup.pending(self._placement)):
+            self._start_ranks = partial(self._run_srun, command, environment, logs)
+            self._srun = self._setup.start(nodes, logs / "nodes.err")
+            self.pid = self._srun.pid
+        else:
+            self._run_srun(command, environment, logs)
+
+    def _run_srun(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         environment = {
             **environment,
             SUPERVISOR: f"{self._host}{environment[SUPERVISOR]}",  # which has the port
@@ -132,17 +153,33 @@ class SlurmLauncher:
             guard.send_signal(signal.SIGQUIT)
 
     def notify(self) -> None:
-        """srun forwards the signal to every task."""
-        self._srun.send_signal(signal.SIGUSR2)
+        """srun forwards the signal to every task. The setup of the nodes has nothing to save, and ends."""
+        self._signal(signal.SIGUSR2 if self._start_ranks is None else signal.SIGQUIT)
 
     def kill(self) -> None:
         """Sends QUIT, on which srun terminates the step, including stopped tasks (22.05: at once). `scancel -s KILL`
         would end the batch step, too."""
-        self._srun.send_signal(signal.SIGQUIT)
+        self._signal(signal.SIGQUIT)
 
     def abandon(self) -> None:
         """Kills srun, which would wait for a node that it cannot reach."""
-        self._srun.kill()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: int) -> None:
+        """Signals srun. Ranks that have not been started are not started any more."""
+        with self._lock:
+            self._stopped = True
+            self._srun.send_signal(signum)
+
+    def _set_up(self, start_ranks: Callable[[], None]) -> bool:
+        """Waits for the setup of the nodes, and starts the ranks after it. Returns whether it did."""
+        assert self._setup is not None
+        self.failure = self._setup.finish(self._srun)
+        with self._lock:
+            if self.failure is None and not self._stopped:
+                start_ranks()
+                self._start_ranks = None
+            return self._start_ranks is None
 
     def wait(self) -> int:
         """srun's exit code, which may be that of a rank that was killed after the first failure.
@@ -150,6 +187,8 @@ class SlurmLauncher:
         If a task cannot be launched, the others are killed. srun reports such a task, but waits for the others, which
         wait for that task (seen on 22.05.8 when a cable was cut in that second).
         """
+        if self._start_ranks is not None and not self._set_up(self._start_ranks):
+            return 1
         known: set[int] = set()
         while True:
             try:
@@ -225,6 +264,7 @@ class LocalLauncher:
     supervisor_host = "127.0.0.1"
     abandon_s = 0.0
     pid: int | None = None
+    failure: LaunchFailure | None = None
 
     def __init__(
         self, job: Job, terminal_rank: int | None = None, stop_requested: Callable[[], bool] = lambda: False

@@ -48,6 +48,7 @@ from clusterddp.supervisor.controller import AllocationController, Controller, L
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
+from clusterddp.supervisor.node_setup import NodeSetup
 from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART
 from clusterddp.supervisor.retry_limits import exceeded, stop_request
 from clusterddp.supervisor.verdict import Action
@@ -69,12 +70,14 @@ def supervise_slurm(run_directory: str, output_above: bool = False) -> int:
     _open_own_log(run)
     job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
     job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
+    nodes = NodeSetup(job)
+    launcher = lambda job, placement: SlurmLauncher(job, placement, nodes)  # noqa: E731
     if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a resume check's job is not that of its runs
-        return supervise(run, job, SlurmLauncher, SlurmController(os.environ, run, job))
+        return supervise(run, job, launcher, SlurmController(os.environ, run, job))
     unlink(run.notice_file)  # of a previous attempt
     allocation = AllocationController(os.environ, run, job)
     allocation.output_above = output_above
-    return supervise(run, without_spares(job), SlurmLauncher, allocation)
+    return supervise(run, without_spares(job), launcher, allocation)
 
 
 def _open_own_log(run: RunDirectory) -> None:

@@ -223,7 +223,8 @@ class Recovery:
         step = self._step_of(failure, verdict.others)
         if failure.end.of_launcher:
             lines, refused = tuple(failure.traceback.splitlines()), failure.end is End.REFUSED
-            self._history.add(LaunchFailed(error=failure.error, lines=lines, refused=refused))
+            suspect = failure.host if failure.host and self._controller.resubmits else None
+            self._history.add(LaunchFailed(error=failure.error, lines=lines, refused=refused, suspect=suspect))
         elif self._state.hang is None:  # a hang is recorded already
             suspected = failure.of_the_node and self._controller.resubmits
             failed = RankFailed(

@@ -196,7 +196,7 @@ class RankEnd:
     def of_launch(cls, failure: LaunchFailure, at: float = math.inf) -> RankEnd:
         """In place of the ends of all ranks, if none was started."""
         end = End.REFUSED if failure.refused else End.UNLAUNCHED
-        return cls(0, "", end, at, error=failure.words(), traceback="\n".join(failure.lines))
+        return cls(0, failure.node, end, at, error=failure.error, traceback="\n".join(failure.lines))
 
     @property
     def lost_peer(self) -> bool:
@@ -547,7 +547,7 @@ def failure_text(
     failure, others = first.end, first.others
     logs = [run.attempt_logs(attempt) / f"rank-{failure.rank}.{kind}" for kind in ("err", "out")]
     if failure.end.of_launcher:
-        logs = [run.launcher_log(attempt)]
+        logs = [run.launcher_log(attempt), run.nodes_log(attempt)]
     log = next((log for log in logs if end_of_file(log).strip()), logs[0])  # some programs report errors on stdout
     body = (failure.traceback or end_of_log(masked(end_of_file(log), secrets))).rstrip()
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))

@@ -22,7 +22,7 @@ from typing import Any
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.codec import Misfit
 from clusterddp.errors import SlurmUnavailable, Superseded
-from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.messages.orders import Commit, CountSteps, Leave, Order, Save, Stop
 from clusterddp.messages.requests import LastAnswer, News, UserRequest
@@ -723,6 +723,7 @@ class Launcher:
         self.cluster, self.world, self.run, self._job, self._batch = cluster, cluster.world, run, job, batch
         self._nodes = nodes
         self.failed: Callable[[int], object] = lambda _: None
+        self.failure: LaunchFailure | None = None
         self.group = Group(self.world, job.world_size)
         self.ranks: list[Rank] = []
         self._left: set[int] = set()

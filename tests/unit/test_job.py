@@ -55,6 +55,7 @@ nodelist: rack[1-2]node[01-02]
 mem: 64G
 cpus_per_task: 8
 setup: [module load cuda, "source venv/bin/activate"]
+node_setup: mkdir -p /tmp/cache
 env: {NCCL_DEBUG: WARN, ON: off, EMPTY: ""}
 python: /opt/py/bin/python
 sbatch: {exclusive: true, comment: hello there, mail-type: END, licenses: "true"}
@@ -132,6 +133,7 @@ def test_every_field_is_read(folder: Path) -> None:
         mem="64G",
         cpus_per_task=8,
         setup=("module load cuda", "source venv/bin/activate"),
+        node_setup=("mkdir -p /tmp/cache",),
         env={"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": ""},
         python="/opt/py/bin/python",
         sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},
