@@ -10,6 +10,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import SWEEP_FILE
 from clusterddp.rundir.summary import summarize
+from tests.histories import whole
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 
 HISTORY = [
@@ -114,7 +115,8 @@ def test_a_damaged_record_is_reported_and_nothing_else_is_lost(tmp_path: Path) -
     found = summarize(run)
     assert found.error is not None and "outcome.json is not JSON" in found.error
     assert found.attempts == 2
-    run.events_file.write_bytes(b'\0\0{"event": "started"}\n[]\n{"time": 1, "attempt": 0, "event": "no_rank"}\ntorn')
+    line = json.dumps(whole({"time": 1, "attempt": 0, "event": "started"})).encode()
+    run.events_file.write_bytes(b'\0\0{"event": "started"}\n[]\n' + line + b"\ntorn")
     assert summarize(run).attempts == 1
 
 
