@@ -101,6 +101,10 @@ class SlurmInterrupted(SlurmUnavailable):
     exit_code = INTERRUPTED
 
 
+class SubmissionForbidden(SlurmError):
+    """The site does not let this host submit jobs."""
+
+
 class SlurmMissing(SlurmUnavailable):
     """A Slurm command is not on PATH. A retry does not help."""
 

@@ -33,11 +33,18 @@ class RequeueRefused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResubmissionRefused(Event):
-    """Slurm refused a new job. The run's job is requeued"""
+    """Slurm refused a new job. The run's job is requeued. `forbidden`: nodes may not submit jobs here, so that the run
+    does not try it again"""
 
     error: str
+    forbidden: bool | None = None
 
     def sentence(self) -> str:
+        if self.forbidden:
+            return (
+                f"this site lets no node submit jobs ({self.error}). Requeueing this one instead. If the run stops "
+                "because it needs a new job, use `clusterddp wait --resubmit RUN` on a login node"
+            )
         return f"Slurm refused a new job ({self.error}). Requeueing this one"
 
 
@@ -126,6 +133,8 @@ class Stopped(Continues):
     refused: str | None = None
 
     def sentence(self) -> str:
+        if self.refused is not None:
+            return self.ended("The run is stopped. To submit it again, use `clusterddp wait --resubmit RUN`")
         return self.ended(f"The run is {self.then or 'stopped'}")
 
 

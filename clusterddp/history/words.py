@@ -8,6 +8,8 @@ from collections.abc import Mapping
 RESTARTING = "restarting all ranks in place"
 #: ``then`` of an attempt that is ``stopped`` while Slurm is requeueing its job by itself.
 BY_SLURM = "requeued by Slurm"
+#: The same, where the job definition says that the run ends with its job.
+NOT_CONTINUED = "not continued (`continue: false`) until it is submitted again"
 #: How a run can end; also the "state" in outcome.json.
 RUN_ENDS = ("completed", "failed", "cancelled")
 #: After these an attempt has no ranks.

@@ -361,6 +361,9 @@ class Job:
     YAML ``off``: no such lines."""
     limits: Limits = field(default_factory=Limits)
     """How much the run may use before it ends as failed."""
+    continues: Annotated[bool, Named("continue")] = True
+    """Whether the run continues by itself, in a requeue or a new job, after its job has ended. False: it then waits
+    until you submit it again. Restarts in the same job, and local runs, are not affected."""
     policy: Literal["requeue", "resubmit"] | None = None
     """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while.
     ``resubmit`` submits a new job. None: requeue if the cluster allows it, otherwise resubmit."""

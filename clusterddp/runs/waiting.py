@@ -104,6 +104,8 @@ class Resubmitter:
         """
         if stop_request(self._run.history()) is not None:  # its job does not continue a run that the user has stopped
             return None
+        if not self._job.continues:
+            return None
         if not (claims := self._claims()):
             return self._help_released(doubt_s)
         self._was_held = True

@@ -130,8 +130,8 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     None leaves a parameter to Slurm's defaults (submitit's default time limit is 5 minutes).
     """
     log = str(run.logs / "job-%j.log")
-    requeue = "expedite" if job.expedite_requeue else True
-    additional: dict[str, Any] = {"requeue": requeue, "chdir": str(folder), "output": log, "error": log}
+    requeue = {"requeue": "expedite" if job.expedite_requeue else True} if job.continues else {"no-requeue": True}
+    additional: dict[str, Any] = {**requeue, "chdir": str(folder), "output": log, "error": log}
     given = {name.replace("_", "-"): entry.write(job) for name, entry in KEYS.items() if entry.mark(Sbatch)}
     additional |= {name: value for name, value in given.items() if value is not None}
     if job.mem == "none":

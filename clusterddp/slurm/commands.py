@@ -16,10 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import RunDirectoryError, SlurmError, SlurmInterrupted, SlurmMissing, SlurmUnavailable
+from clusterddp.errors import (
+    RunDirectoryError,
+    SlurmError,
+    SlurmInterrupted,
+    SlurmMissing,
+    SlurmUnavailable,
+    SubmissionForbidden,
+)
 from clusterddp.protocol import FOR_RANKS
 from clusterddp.reporter import say
-from clusterddp.slurm.refusals import is_refusal
+from clusterddp.slurm.refusals import is_forbidden, is_refusal
 from clusterddp.slurm.sbatch_variables import without_overridden
 
 T = TypeVar("T")
@@ -248,6 +255,7 @@ def _completed(command: Sequence[str], timeout_s: float | None) -> subprocess.Co
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         kind = SlurmError if is_refusal(command, lines) else SlurmUnavailable
+        kind = SubmissionForbidden if is_forbidden(command, lines) else kind
         said = lines[-8:]  # a site's plugin explains a refusal in several
         raise kind(f"`{shown}` failed: {', '.join(said)}")
     return done

@@ -200,6 +200,8 @@ class Preemption:
     hold_s: int
     #: Whether the site allows ``sbatch --requeue=expedite``, which starts a requeued job again without a hold.
     expedites: bool = False
+    #: The hosts that may submit jobs.
+    submit_hosts: str = "ALL"
     #: Whether the grace period is known. If not, ``grace_s`` is 0, the shortest.
     known: bool = True
 
@@ -232,6 +234,8 @@ class Preemption:
         return f"{self.partition} preempts {notice}. {self._continuation(job)}"
 
     def _continuation(self, job: Job) -> str:
+        if not job.continues:
+            return "The run then waits until you submit it again (continue: false)"
         if self.must_resubmit and not (job.policy == "requeue" and self.grace_s):
             return "Slurm cancels preempted jobs, so the run continues in a new job"
         if job.policy == "resubmit" and self.grace_s:
@@ -286,6 +290,7 @@ def policy(configuration: str, shown: str | None, partition: str, qos: str | Non
             kill_wait_s=int(config.get("KillWait", "30").split()[0]),
             hold_s=int(expires[1] if expires else 120) + 1,
             expedites="enable_expedited_requeue" in config.get("SlurmctldParameters", ""),
+            submit_hosts=values.get("AllocNodes", "ALL"),
             known=known,
         )
 

@@ -100,6 +100,11 @@ Plugin stack post-option processing failed
 """
 
 
+#: Of sbatch, on a node whose partition has AllocNodes, or where a site's wrapper says in its own words that it only
+#: works on login nodes.
+_FORBIDDEN = re.compile(r"Access/permission denied|(?i:\b(compute|login|submit|submission|head) ?-?(node|host)s?\b)")
+
+
 def _any_of(texts: str) -> re.Pattern[str]:
     return re.compile("|".join(text for text in texts.splitlines() if text and not text.startswith("#")))
 
@@ -109,5 +114,12 @@ _OF_ANY, _OF_A_CHANGE = _any_of(_REFUSED), _any_of(_CHANGE_REFUSED)
 
 def is_refusal(command: Sequence[str], lines: Sequence[str]) -> bool:
     """Whether these lines, which a command of Slurm printed before it failed, say that Slurm refuses the request."""
+    if is_forbidden(command, lines):
+        return True
     changes = command[0] in ("sbatch", "scancel") or command[:2] in (("scontrol", "requeue"), ("scontrol", "update"))
     return any(_OF_ANY.search(line) or (changes and _OF_A_CHANGE.search(line)) for line in lines)
+
+
+def is_forbidden(command: Sequence[str], lines: Sequence[str]) -> bool:
+    """Whether these lines of a command that failed say that no job may be submitted from this host."""
+    return command[0] == "sbatch" and any(map(_FORBIDDEN.search, lines))

@@ -21,7 +21,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.batch import batch_parameters, script_text
 from clusterddp.slurm.commands import Cluster, NodeShape
-from clusterddp.slurm.configuration import preemption, read_configuration
+from clusterddp.slurm.configuration import Preemption, preemption, read_configuration
 from clusterddp.slurm.sbatch_variables import overridden
 
 #: Variables from which sbatch takes options. They are shown at submission, because users may have forgotten them.
@@ -58,7 +58,20 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
     if job.expedite_requeue and not policy.expedites:
         job = dataclasses.replace(job, expedite_requeue=False)
         remarks.append("expedite_requeue: this cluster does not allow it, so Slurm holds a requeued job as usual")
-    return job, [*variables_of_sbatch(job), *remarks, policy.sentence(job)]
+    return job, [*variables_of_sbatch(job), *remarks, *chaining(job, policy), policy.sentence(job)]
+
+
+def chaining(job: Job, policy: Preemption) -> list[str]:
+    """Remarks about the run's next jobs."""
+    if not job.continues:
+        return ["the run ends with its first job (continue: false). `clusterddp submit --run-dir` continues it"]
+    remarks = ["when a job ends, the run continues in the next one. To end it with its first job: --set continue=false"]
+    if policy.submit_hosts != "ALL":
+        remarks.append(
+            f"only {policy.submit_hosts} may submit jobs to {policy.partition}. If its nodes are not among them, "
+            "`clusterddp wait --resubmit` on a login node submits the new jobs that the run needs"
+        )
+    return remarks
 
 
 def fits(job: Job, node: NodeShape) -> bool:

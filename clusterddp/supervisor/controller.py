@@ -128,7 +128,8 @@ class SlurmController(Controller):
     """slurmctld, queried with scontrol about the job whose batch step this is."""
 
     leave_code = again_code = 0
-    resubmits = starts_again = True
+    resubmits = True
+    starts_again = True
 
     def __init__(self, environ: Mapping[str, str], run: RunDirectory, job: Job) -> None:
         job_id = slurm.own_job_id(environ)
@@ -138,6 +139,7 @@ class SlurmController(Controller):
                 "Submit with `clusterddp submit`, or `sbatch job.sbatch`"
             )
         self._run, self._job, self._job_id = run, job, job_id
+        self.starts_again = self.starts_again and job.continues
         self._restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
         self._nodes = environ.get("SLURM_JOB_NODELIST", "")
         # SBATCH_PARTITION or an administrator may have changed what the job definition asks for.
@@ -184,8 +186,8 @@ class SlurmController(Controller):
         return self._policy.notice_s
 
     def ends_what_it_preempts(self) -> bool:
-        """PreemptMode=CANCEL, as read at the start, because a preempting job waits meanwhile."""
-        return (self._policy or self._preemption()).must_resubmit
+        """PreemptMode=CANCEL, as read at the start, because a preempting job waits meanwhile. Or ``--no-requeue``."""
+        return not self._job.continues or (self._policy or self._preemption()).must_resubmit
 
     def unanswering(self, nodes: Sequence[str]) -> Sequence[str]:
         """Those whose slurmd does not answer. Never this node."""

@@ -22,7 +22,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.errors import (
+    ClusterddpError,
+    RunDirectoryError,
+    SlurmError,
+    SlurmMissing,
+    SlurmUnavailable,
+    SubmissionForbidden,
+)
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Choice, Course, choose
 from clusterddp.history.beginnings import Beginning, OwnResume, Phase
@@ -45,7 +52,7 @@ from clusterddp.history.failures import Excluded, LaunchFailed, Moved, NodeLost,
 from clusterddp.history.steps import ChildDied, StepsSeen
 from clusterddp.history.stops import Requested
 from clusterddp.history.view import AttemptView, RunView
-from clusterddp.history.words import BY_SLURM, RESTARTING
+from clusterddp.history.words import BY_SLURM, NOT_CONTINUED, RESTARTING
 from clusterddp.messages.reports import End
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import LASTING
@@ -423,7 +430,8 @@ class Recovery:
             return self._hand_over(verdict, self._submit(self._excluded()))
         except SlurmError as error:
             refused = str(error)
-            self._history.add(ResubmissionRefused(error=refused))
+            forbidden = isinstance(error, (SubmissionForbidden, SlurmMissing)) or None
+            self._history.add(ResubmissionRefused(error=refused, forbidden=forbidden))
         try:
             return self._requeued(verdict)
         except SlurmError as error:
@@ -451,13 +459,15 @@ class Recovery:
 
     def _requeues(self, cause: Cause) -> bool:
         """Whether to requeue a job that can be requeued, rather than to submit the run as a new job. If Slurm refuses
-        one, the supervisor tries the other.
+        one, the supervisor tries the other. Once a site has refused a new job because nodes may not submit any, it
+        tries the requeue first.
 
         The job definition's ``policy: resubmit`` asks for a new job, except in a local run, which has no queue. For a
         range of nodes without a policy, ``main.as_started`` sets ``resubmit``. If Slurm cancels what it preempts
         (PreemptMode=CANCEL), a preempted job is requeued only with ``policy: requeue``.
         """
-        if self._job.policy == "resubmit" and self._controller.resubmits:
+        forbidden = any(event.forbidden for event in self._history.view.all(ResubmissionRefused))
+        if self._job.policy == "resubmit" and self._controller.resubmits and not forbidden:
             return False
         # Slurm would accept a requeue within the grace, too, but `submit` has announced a new job, which is not held.
         return self._job.policy is not None or cause is not Cause.PREEMPTED or not self._ends_for_good()
@@ -556,6 +566,8 @@ class Recovery:
         self, verdict: Verdict, reason: str | None = None, *, then: str | None = None, refused: str | None = None
     ) -> int:
         """Ends the attempt so that the run can be continued. Returns the exit code."""
+        if not self._job.continues and self._controller.resubmits:
+            then = then or NOT_CONTINUED
         self._add_end(partial(Stopped, then=then, refused=refused), verdict, reason)
         return self._controller.leave_code
 

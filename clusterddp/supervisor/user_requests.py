@@ -191,7 +191,8 @@ def _requeue(state: State, request: Request, nodes: Sequence[str], now: float) -
     """All ranks stop, and the run is requeued, or continues in a new job without some nodes if they are given."""
     if not state.restartable:
         instead = "To save and stop the run, use `clusterddp stop RUN`"
-        return _refuse(state, request, f"not requeued: Slurm cannot requeue your own allocation. {instead}")
+        why = "Slurm cannot requeue your own allocation" if state.job.continues else "`continue: false` forbids it"
+        return _refuse(state, request, f"not requeued: {why}. {instead}")
     if state.wanted is Stop.HOLD:
         return _refuse(state, request, "not requeued: the run is being stopped by `clusterddp stop`")
     return _end(state, request, Stop.REQUEUE, now, nodes)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.history.words import NOT_CONTINUED
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
@@ -111,6 +112,48 @@ def test_a_resubmitted_run_continues_in_a_new_job_without_a_hold(
     assert cluster.wait_job(new, {"COMPLETED"})["Restarts"] == "0"
     old = cluster.job(training.job_id)
     assert (old["JobState"], old["Restarts"]) in (("COMPLETED", "0"), ("PREEMPTED", "0"))
+
+
+@pytest.mark.product
+def test_where_nodes_may_not_submit_jobs_the_run_requeues_its_job_instead(cluster: Cluster, runs: Path) -> None:
+    """AllocNodes has only the host that submits. It is said at the submission, and in the history once."""
+    login = cluster.run(["hostname"]).stdout.strip()
+    cluster.root(["scontrol", "update", "partitionname=low", f"allocnodes={login},localhost"])
+    try:
+        training = Training.submit(cluster, runs, "--moments", "first step,save", options=["--set", "policy=resubmit"])
+        for moment in range(2):
+            training.wait_at_moment(moment)
+            training.preempt()
+            training.go(moment)
+        assert training.finish() == "completed", story(training.run)
+    finally:
+        cluster.root(["scontrol", "update", "partitionname=low", "allocnodes=ALL"])
+    (refused,) = events_of(training.run, "resubmission_refused")
+    assert refused["forbidden"], story(training.run)
+    assert len(events_of(training.run, "requeued")) == 2
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("grace", [20, 0])
+def test_a_run_that_is_not_to_continue_ends_with_its_job_and_can_be_submitted_again(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
+) -> None:
+    """``continue: false``, preempted. No outcome, exit code 0 within the grace, and `wait` says that it is stopped."""
+    cluster.set_grace(grace)
+    training = Training.submit(cluster, runs, "--moments", "first step", options=["--set", "continue=false"])
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    command = [cluster.python, "-m", "clusterddp", "wait", "--resubmit", training.run.path]
+    assert cluster.run(command, check=False).returncode == 12, story(training.run)
+    (stopped,) = events_of(training.run, "stopped")
+    assert (stopped["then"], training.run.outcome()) == (NOT_CONTINUED, None), story(training.run)
+    job = cluster.wait_job(training.job_id, {"COMPLETED", "PREEMPTED"})
+    assert job["Restarts"] == "0" and (not grace or job["ExitCode"] == "0:0")
+    again = [cluster.python, "-m", "clusterddp.submit", "--run-dir", training.run.path]
+    cluster.run(again, cwd=cluster.source)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
 
 
 @pytest.mark.parametrize("grace", [pytest.param(20, marks=pytest.mark.product), 0])

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import pytest
 
 from clusterddp import protocol
-from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, SubmissionForbidden
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus, launch_failure, of_tasks
 from clusterddp.failures.hangs import Hang
@@ -30,6 +30,7 @@ from clusterddp.history.beginnings import Allocated
 from clusterddp.history.codec import sentence
 from clusterddp.history.ends import Completed
 from clusterddp.history.stops import Signal
+from clusterddp.history.words import NOT_CONTINUED
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.messages import orders
@@ -223,6 +224,33 @@ def test_a_refused_resubmission_becomes_a_requeue(run: RunDirectory, cause: Caus
     job = dataclasses.replace(JOB, policy="resubmit")
     assert supervised(run, controller, job=job) == (4, ["started", "resubmission_refused", "requeued"])
     assert controller.asked == ["resubmit", "requeue"]
+
+
+def test_where_nodes_may_not_submit_jobs_a_run_tries_it_once(run: RunDirectory) -> None:
+    """It then requeues its job, whatever its policy."""
+
+    class Forbidding(FakeController):
+        def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
+            super().resubmit(without, after_this)
+            raise SubmissionForbidden("sbatch: error: Batch job submission failed: Access/permission denied")
+
+    controller, job = Forbidding(Cause.PREEMPTED), dataclasses.replace(JOB, policy="resubmit")
+    kinds = ["started", "resubmission_refused", "requeued"]
+    assert supervised(run, controller, job=job) == (4, kinds)
+    assert supervised(run, controller, job=job) == (4, [*kinds, "started", "requeued"])
+    assert controller.asked == ["resubmit", "requeue", "requeue"]
+
+
+@pytest.mark.parametrize("cause", [Cause.PREEMPTED, Cause.PREEMPTED_WITHOUT_GRACE])
+def test_a_run_that_is_not_to_continue_stops_with_its_job_and_has_no_outcome(run: RunDirectory, cause: Cause) -> None:
+    """``continue: false``. Slurm is asked for nothing, and its job ends as leaving a run does."""
+    environ, job = {"SLURM_JOB_ID": "41"}, dataclasses.replace(JOB, continues=False)
+    controller = FakeController(cause)
+    controller.starts_again = SlurmController(environ, run, job).starts_again
+    controller.ends_what_it_preempts = SlurmController(environ, run, job).ends_what_it_preempts  # type: ignore[method-assign]
+    assert supervised(run, controller, job=job) == (3, ["started", "stopped"])
+    assert controller.asked == [] and run.outcome() is None
+    assert run.events()[-1]["then"] == NOT_CONTINUED
 
 
 def test_where_slurm_cancels_what_it_preempts_a_refused_resubmission_becomes_a_requeue_too(run: RunDirectory) -> None:

@@ -72,6 +72,12 @@ def test_the_whole_script_is_as_a_cluster_engineer_would_write_it() -> None:
     assert script(job).rstrip("\n") + "\n" == GOLDEN
 
 
+def test_slurm_requeues_no_job_of_a_run_that_is_not_to_continue() -> None:
+    """Neither after a preemption nor after a lost node."""
+    lines = batch_script(Job(name="x", module="x", continues=False), RunDirectory("/r"), Path("/work")).splitlines()
+    assert "#SBATCH --no-requeue" in lines and "#SBATCH --requeue" not in lines
+
+
 def test_an_expedited_requeue_is_requested_of_sbatch() -> None:
     text = script(Job(name="net", script="/net.py", expedite_requeue=True))
     assert "#SBATCH --requeue=expedite\n" in text

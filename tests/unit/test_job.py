@@ -72,6 +72,7 @@ limits: {attempts: 20, gpu_hours: 1.5}
 snapshot: 500M
 hook: [python, notify.py]
 policy: resubmit
+continue: false
 expedite_requeue: true
 lift_hold: false
 node_memory: false
@@ -149,6 +150,7 @@ def test_every_field_is_read(folder: Path) -> None:
         snapshot="500M",
         hook=("python", "notify.py"),
         policy="resubmit",
+        continues=False,
         expedite_requeue=True,
         lift_hold=False,
         node_memory=False,

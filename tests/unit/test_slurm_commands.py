@@ -13,7 +13,7 @@ from typing import Protocol
 
 import pytest
 
-from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, SubmissionForbidden
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
 from tests.fake_slurm import FakeSlurm
@@ -219,6 +219,23 @@ def test_a_refusal_is_final(command: Answers, request_: tuple[str, ...], words: 
     with pytest.raises(SlurmError) as caught:
         slurm.run(*request_)
     assert type(caught.value) is SlurmError
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{FAILED}: Access/permission denied",
+        "ERROR: sbatch is not available on compute nodes",
+        "Please submit jobs from a login node.",
+    ],
+)
+def test_a_node_that_may_not_submit_jobs_is_known_by_what_slurm_or_the_sites_wrapper_says(
+    command: Answers, words: str
+) -> None:
+    """To repeat it would hold the nodes."""
+    command("sbatch", words)
+    with pytest.raises(SubmissionForbidden):
+        slurm.run("sbatch", "x")
 
 
 def test_what_a_change_is_refused_with_is_no_answer_to_a_question(command: Answers) -> None:

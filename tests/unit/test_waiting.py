@@ -85,8 +85,8 @@ def submitted(fake_slurm: FakeSlurm) -> list[str]:
 class Resubmitter:
     """`wait --resubmit` for one run, by a clock that stands between two looks. squeue knows no job, scontrol does."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._wait = Wait(run, JOB)
+    def __init__(self, run: RunDirectory, job: Job = JOB) -> None:
+        self._wait = Wait(run, job)
         self._waiting = Waiting([self._wait])
 
     def look(self, after_s: float = 10.0) -> str | None:
@@ -580,6 +580,16 @@ def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     resubmitter = look(run, info("TIMEOUT"), fake_slurm)
     assert resubmitter.look() == "stopped" and not submitted
     says(capsys.readouterr().err)
+
+
+def test_a_run_that_is_not_to_continue_is_not_resubmitted(
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
+) -> None:
+    """``continue: false``; not even after a lost node."""
+    fake_slurm[SHOW_JOB] = info("NODE_FAIL")
+    resubmitter = Resubmitter(run, dataclasses.replace(JOB, continues=False))
+    resubmitter.look()
+    assert resubmitter.look() == "stopped" and submitted == []
 
 
 def test_a_cancelled_run_is_never_resubmitted(run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm) -> None:
