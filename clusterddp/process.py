@@ -31,7 +31,7 @@ _CTRL_C_CHECK_S = 0.1
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
 #: Like `python -P -m`, which requires Python 3.11. Only built-in modules are imported before.
 _ISOLATED = (
-    'import sys; sys.path = [*filter(None, sys.path)%s]; import runpy; runpy.run_module("%s", None, "__main__", True)'
+    'import sys; sys.path = [*filter(None, sys.path), %s]; import runpy; runpy.run_module("%s", None, "__main__", True)'
 )
 
 
@@ -45,15 +45,17 @@ def oom_kills() -> int:
     return 0
 
 
-def module_command(module: str, python: str | None = None) -> list[str]:
+def module_command(module: str, python: str | None = None, package: Path = PACKAGE_FOLDER) -> list[str]:
     """The start of a command that runs a module of clusterddp, with this interpreter or with ``python``.
+
+    ``package``: the folder or zip file from which it imports clusterddp if it is not installed there.
 
     Like ``python -u -m MODULE``, but without the current folder on sys.path: in a folder that others can write to, such
     as /tmp, another user's ``yaml.py`` would be executed.
     """
-    # This package's folder comes last: it may have been the current one, or on a PYTHONPATH that has changed.
-    more = "" if python else f", {json.dumps(str(PACKAGE_FOLDER), ensure_ascii=False)}"
-    return [python or sys.executable, "-u", "-c", _ISOLATED % (more, module)]
+    # The package comes last: its folder may have been the current one, or on a PYTHONPATH that has changed.
+    code = _ISOLATED % (json.dumps(str(package), ensure_ascii=False), module)
+    return [python or sys.executable, "-u", "-c", code]
 
 
 def process_start(pid: int) -> str | None:

@@ -29,11 +29,10 @@ from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.process import module_command
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import use_own_cluster
-from clusterddp.supervisor.launcher import SlurmLauncher
+from clusterddp.supervisor.launcher import SlurmLauncher, module_of_ranks, with_python
 from clusterddp.supervisor.main import prepare_process
 from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
 
@@ -174,7 +173,8 @@ def check_nodes(folder: RunDirectory) -> int:
     """The whole batch step. 0 once the results are written."""
     prepare_process()
     use_own_cluster()
-    job, nodes = load_resolved(folder.path / JOB_FILE), expand(os.environ["SLURM_JOB_NODELIST"])
+    job = with_python(load_resolved(folder.path / JOB_FILE), os.environ)
+    nodes = expand(os.environ["SLURM_JOB_NODELIST"])
     server, clock, launcher, exited = ProbeServer(), TimeServer(), SlurmLauncher(job), threading.Event()
     file = folder.path / RESULTS_FILE
 
@@ -203,7 +203,7 @@ def check_nodes(folder: RunDirectory) -> int:
 
 def command(job: Job, folder: RunDirectory) -> list[str]:
     """The command of every probe."""
-    return [*module_command("clusterddp.checks.probe", job.python), str(folder)]
+    return [*module_of_ranks("clusterddp.checks.probe", job, folder.package_file), str(folder)]
 
 
 def _environment(job: Job, server: ProbeServer) -> dict[str, str]:

@@ -21,6 +21,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import Origins, from_values
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.package import write_package
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, temporary_beside_runs
 from clusterddp.slurm import commands as slurm
@@ -76,6 +77,8 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
         folder = RunDirectory(path)
         folder.create()
         write_atomically(folder.path / JOB_FILE, job.to_yaml(), mode=0o600)
+        if job.python_of_ranks is not None:
+            write_package(folder)
         script = folder.batch_script
         write_atomically(script, batch_script(job, folder, Path.cwd(), module="clusterddp.checks.batch_step"))
         job_id = queue.submit(script, "--no-requeue")

@@ -376,8 +376,7 @@ def _attach(run: RunDirectory, rank: int) -> int:
             f"Submit it again with: clusterddp submit --run-dir {run.quoted} --debug {rank}"
         )
     attempt, _ = find_address(run)
-    python = load_resolved(run.job_file).python
-    return _step(run, rank, [*module_command("clusterddp.worker.debugger", python), str(run), str(attempt), str(rank)])
+    return _step(run, rank, [*module_command("clusterddp.worker.debugger"), str(run), str(attempt), str(rank)])
 
 
 def _step(run: RunDirectory, rank: int, command: list[str]) -> int:

@@ -32,6 +32,9 @@ Word = Annotated[str, WORD]
 
 #: The module that calls a function which ``clusterddp.launch()`` pickled.
 FUNCTION = "clusterddp.function"
+#: The options of pyxis that name an image or a container. CSCS's container engine has ``environment``, Slurm's own
+#: support of OCI bundles ``container``.
+PYXIS = ("container-image", "container-name")
 
 
 @dataclass(frozen=True)
@@ -327,7 +330,9 @@ class Job:
     env: Annotated[dict[str, str], kinds.VARIABLES, Placeholders()] = field(default_factory=dict)
     """Environment variables for the ranks, with placeholders as in ``args``."""
     python: Annotated[str | None, kinds.PYTHON] = None
-    """The Python interpreter on the nodes. None: the interpreter of the submission."""
+    """The Python interpreter of the ranks. ``$NAME`` in it is a variable on the first node after ``setup``. Where it
+    lacks clusterddp, ranks use that of the submission. None: the interpreter of the submission, or ``python3`` of the
+    image that an option of srun names."""
     sbatch: Annotated[dict[str, str | bool], slurm_options(_keys)] = field(default_factory=dict)
     """Other long options of sbatch, without dashes. True: an option without a value. False: not given."""
     srun: Annotated[dict[str, str | bool], slurm_options(_keys, ONE_GPU_PER_TASK)] = field(default_factory=dict)
@@ -404,6 +409,16 @@ class Job:
         """The job with a rank in a debugger, for which the others wait."""
         timeouts = replace(self.timeouts, start_s=DEBUGGED_S, step_s=DEBUGGED_S, connect_s=DEBUGGED_S)
         return replace(self, watchdog=None, timeouts=timeouts)
+
+    @property
+    def in_image(self) -> bool:
+        """Whether an option of srun starts the ranks in an image, in which only their Python is known."""
+        return any(self.srun.get(option) for option in (*PYXIS, "container", "environment"))
+
+    @property
+    def python_of_ranks(self) -> str | None:
+        """The ranks' interpreter, or None if it is that of the submission."""
+        return self.python or ("python3" if self.in_image else None)
 
     @property
     def ranks_per_node(self) -> int:

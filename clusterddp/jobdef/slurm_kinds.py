@@ -110,7 +110,7 @@ INSTEAD_OF_OPTION = {
     **dict.fromkeys(
         ONE_GPU_PER_TASK,
         "use gpus_per_node and gpus_per_rank. If your site requires one visible GPU per task, as with AMD GPUs, set "
-        "the option under srun:. With NVIDIA GPUs, it breaks NCCL's peer access",
+        "the option under srun:, with NVIDIA GPUs together with gres-flags: allow-task-sharing",
     ),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),

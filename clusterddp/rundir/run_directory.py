@@ -215,6 +215,7 @@ class RunDirectory:
     private = _Below("private")
     """Tokens, pickles, and records of the ranks. Only you can read it, even with ``share: group``."""
     submitted_file = _Below("private/submitted.json")
+    package_file = _Below("private/package.zip")
     tracker_id_file = _Below("private/tracker-id")
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal

@@ -51,6 +51,7 @@ from clusterddp.rundir.files import (
     write_json,
 )
 from clusterddp.rundir.ownership import check_owner, check_place, check_run, hold_run, warn_of_replaceable
+from clusterddp.rundir.package import write_package
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.slurm import commands as slurm
 from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
@@ -232,6 +233,8 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
         run.create(share=job.share)
         check_run(run)  # of existing content, in a folder that others could write
         _write(run, content)
+        if job.python_of_ranks is not None:
+            write_package(run)
         write_json(secrets_file(run.job_file), secrets)
         write_atomically(run.job_file, shown.to_yaml())
         if run.outcome_file in before:  # one that a shared disk hides here is for the next attempt to judge

@@ -30,7 +30,6 @@ from clusterddp.history.ends import AttemptEnd, Cancelled, Requeued, Stopped
 from clusterddp.history.event import Event
 from clusterddp.history.outcome import over_already
 from clusterddp.history.words import BY_SLURM
-from clusterddp.jobdef.load import load_resolved
 from clusterddp.messages.requests import (
     LastAnswer,
     News,
@@ -243,8 +242,7 @@ def _reachable_name(address: Address) -> str:
 
 def _through_a_step(run: RunDirectory, attempt: int, address: Address, line: str, direct: OSError) -> Iterator[Answer]:
     slurm.require("srun")
-    python = load_resolved(run.job_file).python
-    command = [*step_command(address, python), str(run), str(attempt), line]
+    command = [*step_command(address), str(run), str(attempt), line]
     with subprocess.Popen(
         command,
         env=slurm.for_parsing(os.environ),
@@ -271,14 +269,11 @@ def _through_a_step(run: RunDirectory, attempt: int, address: Address, line: str
         )
 
 
-def step_command(address: Address, python: str | None) -> list[str]:
-    """srun's command line for a step on the supervisor's node that takes no resources from the ranks.
-
-    ``python``: the interpreter of the job definition, if it names one.
-    """
+def step_command(address: Address) -> list[str]:
+    """srun's command line for a step on the supervisor's node that takes no resources from the ranks."""
     options = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--unbuffered")
     where = (f"--jobid={address.job}", f"--nodelist={address.host}", "--chdir=/")
-    return ["srun", *where, *options, "--export=ALL", *module_command("clusterddp.runs.request_client", python)]
+    return ["srun", *where, *options, "--export=ALL", *module_command("clusterddp.runs.request_client")]
 
 
 def await_end(run: RunDirectory, attempt: int) -> AttemptEnd:

@@ -120,7 +120,7 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
     if not (run_dir and RunDirectory(run_dir).exists()):
         check_done(job)
     check_ranks(job, place)
-    if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
+    if job.python_of_ranks is None:
         check_packages(job)
         check_syntax(job)
     if place and job.spare_nodes:

@@ -57,8 +57,8 @@ def batch_script(job: Job, run: RunDirectory, folder: Path, module: str = "clust
     signal handlers that requeue the job and stop ignoring TERM. Only a private method takes another command, which is
     why pyproject.toml caps submitit's version.
     """
-    check_lines(job, run, folder)
-    command = f"exec {shlex.join([*module_command(module, job.python), str(run)])}"
+    check_lines(run, folder)
+    command = f"exec {shlex.join([*module_command(module), str(run)])}"
     return script_text(batch_parameters(job, run, folder), command)
 
 
@@ -69,13 +69,13 @@ def array_script(job: Job, array: Path, size: int, most: int | None, folder: Pat
     it. ``most``: how many tasks may run at a time. The script differs in nothing else from that of a single run, whose
     own ``job.sbatch`` continues it outside the array.
     """
-    check_lines(job, RunDirectory(array), folder)
+    check_lines(RunDirectory(array), folder)
     run = RunDirectory(array / "%a")
     parameters = batch_parameters(job, run, folder)
     log = str(run.logs / "job-%A_%a.log")
     limit = f"%{most}" if most is not None else ""
     parameters["additional_parameters"] |= {"array": f"0-{size - 1}{limit}", "output": log, "error": log}
-    supervisor = shlex.join(module_command("clusterddp.supervisor", job.python))
+    supervisor = shlex.join(module_command("clusterddp.supervisor"))
     lines = [
         f'run=$(readlink {shlex.quote(str(array))}/"$SLURM_ARRAY_TASK_ID") || exit 1',
         f'exec {supervisor} {shlex.quote(str(array.parents[1]))}/"${{run##*/}}"',
@@ -106,14 +106,13 @@ def submit(
     return queue.submit(run.batch_script, *options, is_new=is_new)
 
 
-def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:
+def check_lines(run: RunDirectory, folder: Path) -> None:
     """Raises UsageError for text with a line break, after which the rest would be a command in the script.
 
     Values of the job definition were checked when they were read.
     """
     names = {"the run directory": str(run), "the folder to run in": str(folder), "the interpreter": sys.executable}
-    package = {} if job.python else {"the folder of the package": str(PACKAGE_FOLDER)}
-    for what, text in {**names, **package, "python:": job.python or "python"}.items():
+    for what, text in {**names, "the folder of the package": str(PACKAGE_FOLDER)}.items():
         if not text.isprintable():
             raise UsageError(f"{what} {text!r}: line breaks and control characters are not allowed in a batch script")
     for character in "%\\":  # such a job never starts, or logs elsewhere, and %% does not escape it (seen on 22.05.8)

@@ -188,12 +188,18 @@ def _cpus(job: Job, node: NodeShape) -> int:
 
 
 def bound_gpus(job: Job) -> list[str]:
-    """A remark if the job definition binds GPUs to tasks. No command shows the make of the nodes' GPUs."""
-    if not (given := [name for name in ONE_GPU_PER_TASK if job.srun.get(name)]):
+    """A remark if the job definition binds GPUs to tasks. No command shows the make of the nodes' GPUs.
+
+    With ``gpu-bind: none``, all ranks of a node see its GPUs. With ``gres-flags: allow-task-sharing``, each sees its
+    own, but has access to the others'.
+    """
+    given = [name for name in ONE_GPU_PER_TASK if job.srun.get(name)]
+    flags = f"{job.srun.get('gres-flags')},{job.sbatch.get('gres-flags')}"
+    if not given or job.srun.get("gpu-bind") == "none" or "allow-task-sharing" in flags:
         return []
     return [
-        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs require. With NVIDIA GPUs, remove "
-        "it, because NCCL then has no peer access between the ranks of a node"
+        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs require. With NVIDIA GPUs, add "
+        "srun.gres-flags: allow-task-sharing. Otherwise, NCCL has no peer access between the ranks of a node"
     ]
 
 

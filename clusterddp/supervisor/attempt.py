@@ -251,7 +251,9 @@ class Attempt:
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
         resumed = self._script_checkpoints.begin()
         self._launcher.start(
-            rank_command(self._job, self._script_checkpoints.newest is not None), self._environment(token), logs
+            rank_command(self._job, self._script_checkpoints.newest is not None, self._run.package_file),
+            self._environment(token),
+            logs,
         )
         self._start_timer(Timer.STEP, decide.STEP_S)
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 from clusterddp.environment import RankEnvironment
+from clusterddp.errors import JobDefinitionError
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.failures.placement import Placement
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import PYXIS, Job
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
 from clusterddp.protocol import ATTEMPT, INTERFACE, RUN_DIR, SUPERVISOR
@@ -224,6 +226,10 @@ def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list
     whatever is given. --overlap: a step with ranks on a lost node keeps its other nodes until that one answers (seen on
     22.05.8).
     """
+    options = dict(job.srun)
+    if job.env and any(map(job.srun.get, PYXIS)):  # otherwise, variables of the image take precedence
+        given = str(job.srun.get("container-env", "")).split(",")
+        options["container-env"] = ",".join(dict.fromkeys(filter(None, [*given, *job.env])))
     on = [f"--nodelist={','.join(placement.nodes)}"] if placement.spares or placement.aside else []
     on += ["--overlap"] if placement.aside else []
     return [
@@ -241,7 +247,7 @@ def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list
         "--open-mode=append",
         f"--output={logs}/rank-%t.out",
         f"--error={logs}/rank-%t.err",
-        *(f"--{key}" if value is True else f"--{key}={value}" for key, value in job.srun.items() if value is not False),
+        *(f"--{key}" if value is True else f"--{key}={value}" for key, value in options.items() if value is not False),
     ]
 
 
@@ -374,11 +380,32 @@ def local_variables(job: Job, rank: int) -> dict[str, str]:
     }
 
 
-def rank_command(job: Job, resumes: bool) -> list[str]:
+def with_python(job: Job, environ: Mapping[str, str]) -> Job:
+    """The job with the variables in ``python:``, which ``setup`` may have set."""
+    text = job.python or ""
+    if missing := [name for name in re.findall(r"\$\{?(\w+)", text) if name not in environ]:
+        raise JobDefinitionError(
+            f"python: {text}: the variable {missing[0]} is not set on {socket.gethostname()}. Export it in `setup`, or "
+            "give the path without it"
+        )
+    return replace(job, python=re.sub(r"\$(\w+|\{\w+\})", lambda name: environ[name[1].strip("{}")], text) or None)
+
+
+def module_of_ranks(module: str, job: Job, package: Path) -> list[str]:
+    """The start of a command that runs a module of clusterddp with the ranks' interpreter.
+
+    ``package``: clusterddp for an interpreter without it.
+    """
+    python = job.python_of_ranks
+    return module_command(module, python, package) if python else module_command(module)
+
+
+def rank_command(job: Job, resumes: bool, package: Path) -> list[str]:
     """The command of every rank, without the launcher's part. ``resumes``: from a checkpoint of the script's own.
+    ``package``: as for ``module_of_ranks``.
 
     Placeholders stay: each rank fills in its own values.
     """
     job = without_secrets(job)[0]  # command lines are visible to everyone on the node; the rank restores them
     target = ["-m", job.module] if job.module else [str(job.script)]
-    return [*module_command("clusterddp.worker", job.python), *target, *job.arguments(resumes)]
+    return [*module_of_ranks("clusterddp.worker", job, package), *target, *job.arguments(resumes)]

@@ -47,7 +47,7 @@ from clusterddp.supervisor.attempt import Attempt, last_line, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
-from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
+from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher, with_python
 from clusterddp.supervisor.node_setup import NodeSetup
 from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART
 from clusterddp.supervisor.retry_limits import exceeded, stop_request
@@ -68,7 +68,7 @@ def supervise_slurm(run_directory: str, output_above: bool = False) -> int:
     run = RunDirectory(run_directory)
     hold_run(run)
     _open_own_log(run)
-    job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
+    job = with_python(as_started(with_snapshot(run, load_trusted(run)), os.environ), os.environ)
     job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
     nodes = NodeSetup(job)
     launcher = lambda job, placement: SlurmLauncher(job, placement, nodes)  # noqa: E731
@@ -135,7 +135,8 @@ def supervise_local(run_directory: str, debug_rank: int | None, output_above: bo
     prepare_process()
     run = RunDirectory(run_directory)
     hold_run(run)
-    job = with_snapshot(run, load_trusted(run))
+    job = with_python(with_snapshot(run, load_trusted(run)), os.environ)
+    job = dataclasses.replace(job, srun={})  # without srun, there is no image either
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
     removed = scrub_job_variables()

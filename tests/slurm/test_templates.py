@@ -117,16 +117,21 @@ def test_an_arrays_member_ends_with_its_own_trainings_exit_code(cluster: Cluster
 #: For each runtime, a program that records its arguments, and what they must be.
 APPTAINER = """#!/bin/bash
 echo "$@" >> {log}
-while [ "$1" != python ]; do shift; done
-exec "$@"
+while [ "$1" != python3 ]; do shift; done
+shift
+exec {python} "$@"
 """
 SRUN_WITH_PYXIS = """#!/bin/bash
 echo "$@" >> {log}
-for word; do [[ $word == --container-* ]] || words+=("$word"); done
+for word; do
+    [[ $word == --container-* ]] && continue
+    [[ $word == python3 ]] && word={python}
+    words+=("$word")
+done
 exec {srun} "${{words[@]}}"
 """
 IN_IMAGE = {
-    "apptainer": "exec --bind {folder} --pwd {folder} train.img",
+    "apptainer": "exec --pwd {folder} train.img",
     "pyxis": "--container-image=train.img --container-mounts={folder}:{folder} --container-workdir={folder}",
 }
 
@@ -140,7 +145,9 @@ def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image_a
     log = runs / "words"
     stand_in = runs / program
     text = APPTAINER if runtime == "apptainer" else SRUN_WITH_PYXIS
-    stand_in.write_text(text.format(log=log, srun=shutil.which("srun", path=cluster.search_path)))
+    stand_in.write_text(
+        text.format(log=log, python=cluster.python, srun=shutil.which("srun", path=cluster.search_path))
+    )
     stand_in.chmod(0o755)
     run = RunDirectory(runs / "run")
     variables = {"RUN": run.path, "RUNTIME": runtime, "IMAGE": "train.img", "PATH": f"{runs}:{cluster.search_path}"}
@@ -153,5 +160,5 @@ def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image_a
     check_each_step_once(run, 300)
     said = log.read_text().splitlines()
     assert len(said) == (4 if runtime == "apptainer" else 2)
-    words = f"{IN_IMAGE[runtime].format(folder=cluster.source)} python -u -c import sys;"
+    words = f"{IN_IMAGE[runtime].format(folder=cluster.source)} python3 -u -c import sys;"
     assert all(words in line for line in said), said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import shlex
@@ -19,13 +18,13 @@ from submitit import SlurmExecutor
 from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef.job import Job, Timeouts
 from clusterddp.jobdef.load import from_values
-from clusterddp.process import module_command
+from clusterddp.process import PACKAGE_FOLDER, module_command
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.batch import batch_script, check_micro, submit
 from tests.fake_slurm import FakeSlurm
 from tests.wording import raises
 
-GOLDEN = """\
+GOLDEN = f"""\
 #!/bin/bash
 
 # Parameters
@@ -53,7 +52,7 @@ module load cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec /venv/bin/python -u -c 'import sys; sys.path = [*filter(None, sys.path)]; import runpy; \
+exec /venv/bin/python -u -c 'import sys; sys.path = [*filter(None, sys.path), "{PACKAGE_FOLDER}"]; import runpy; \
 runpy.run_module("clusterddp.supervisor", None, "__main__", True)' /runs/net-0
 """
 
@@ -62,11 +61,13 @@ def script(job: Job, run: str = "/runs/net-0") -> str:
     return batch_script(job, RunDirectory(run), Path("/work"))
 
 
-def test_the_whole_script_is_as_a_cluster_engineer_would_write_it() -> None:
-    """TERM is ignored before srun exists, the supervisor replaces the shell, nothing hides its exit code."""
+def test_the_whole_script_is_as_a_cluster_engineer_would_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TERM is ignored before srun exists, the supervisor replaces the shell, nothing hides its exit code. It keeps the
+    interpreter of the submission, whatever that of the ranks is."""
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
     job = Job(
         name="net", script="/work/net.py", nodes=2, gpus_per_node=8, gpu_type="a100", time_s=86400, partition="gpu",
-        account="vision", mem="64G", cpus_per_task=4, setup=("module load cuda",), python="/venv/bin/python",
+        account="vision", mem="64G", cpus_per_task=4, setup=("module load cuda",), python="$ENV/python",
         sbatch={"comment": "two words", "exclusive": True, "hold": False},
     )  # fmt: skip
     assert script(job).rstrip("\n") + "\n" == GOLDEN
@@ -154,9 +155,10 @@ def test_slurms_own_warning_is_a_late_fallback_and_leaves_a_short_limit_its_time
     assert f"--signal=USR2@{notice}\n" in script(job)
 
 
-def test_a_folder_with_blanks_and_quotes_stays_one_word() -> None:
+def test_a_folder_with_blanks_and_quotes_stays_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shell words are quoted."""
-    text = script(Job(name="net", script="/net.py", python="/a b/python"), run="/runs/it's mine")
+    monkeypatch.setattr(sys, "executable", "/a b/python")
+    text = script(Job(name="net", script="/net.py"), run="/runs/it's mine")
     assert text.splitlines()[-1].startswith("exec '/a b/python' -u -c ")
     assert """'/runs/it'"'"'s mine'""" in text
 
@@ -202,9 +204,11 @@ def test_every_value_arrives_as_it_is_or_is_refused(
     run_name, work_name, python_name = folders
     try:
         job = from_values({"module": "net", "device": "cpu", **values, "sbatch": options})
-        job = dataclasses.replace(job, python=str(base / f"bin{python_name}" / "python"))
+        python = base / f"bin{python_name}" / "python"
         run = RunDirectory(base / f"run{run_name}")
-        text = batch_script(job, run, base / f"work{work_name}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", str(python))
+            text = batch_script(job, run, base / f"work{work_name}")
     except JobDefinitionError:
         return
     lines = text.splitlines()
@@ -218,7 +222,7 @@ def test_every_value_arrives_as_it_is_or_is_refused(
         *("job-name", "output", "error", "chdir", "nodes", "ntasks-per-node", "requeue", "open-mode", "signal"),
         *("partition", "account", "nodelist", "mem", "constraint", *job.sbatch),
     }
-    check_with_bash(base, text, Path(job.python or ""), run)
+    check_with_bash(base, text, python, run)
 
 
 def check_with_bash(base: Path, text: str, python: Path, run: RunDirectory) -> None:

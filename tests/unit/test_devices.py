@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from contextlib import nullcontext
@@ -169,6 +170,9 @@ def test_each_rank_may_be_bound_to_its_own_gpu(tmp_path: Path) -> None:
     (remark,) = bound_gpus(job)
     assert remark.startswith("srun.gpus-per-task: each rank sees only its own GPUs") and "NVIDIA" in remark
     assert bound_gpus(Job("x", module="x", gpus_per_node=8)) == []
+    more: list[dict[str, str | bool]] = [{"gpu-bind": "none"}, {"gres-flags": "allow-task-sharing"}]
+    for harmless in more:  # all GPUs are seen, or reached
+        assert bound_gpus(dataclasses.replace(job, srun={**job.srun, **harmless})) == []
 
 
 def test_gpus_that_rocr_hides_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_differences_are_listed_without_the_secrets() -> None:
 
 def test_no_command_line_has_a_secret() -> None:
     """Everyone on a node may see those of all processes."""
-    assert "s3cret" not in " ".join([*rank_command(JOB, False), *rank_command(JOB, True)])
+    assert "s3cret" not in " ".join([*rank_command(JOB, False, Path()), *rank_command(JOB, True, Path())])
 
 
 def test_a_secret_in_a_mistake_is_not_repeated() -> None:

@@ -1,0 +1,30 @@
+"""A copy of clusterddp in a run directory, for ranks whose Python has none, such as that of an image.
+
+It is a zip file, from which any Python imports: one file to open on a shared disk, whatever the number of modules. It
+has the modules that ranks need beside torch and numpy, all of them without compiled code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import zipfile
+from pathlib import Path
+
+from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.run_directory import RunDirectory
+
+_PACKAGES = ("clusterddp", "yaml", "cloudpickle")
+
+
+def write_package(run: RunDirectory) -> None:
+    """Writes the packages that this process imports."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in _PACKAGES:
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None
+            folder = Path(spec.origin).parent
+            for file in sorted(folder.rglob("*.py")):
+                archive.writestr(f"{name}/{file.relative_to(folder)}", file.read_bytes())
+    write_atomically(run.package_file, content.getvalue())
