@@ -269,7 +269,10 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("sbatch: {signal: USR2@60}", "`timeouts.notice_s`"),
         ("sbatch: {gres: 'gpu:4'}", "Use the key gpus_per_node"),
         ("sbatch: {array: 1-4}", "submits many runs as a job array"),
-        ("sbatch: {gpus-per-task: 1}", "set the option under srun:. With NVIDIA GPUs, it breaks NCCL's peer access"),
+        (
+            "sbatch: {gpus-per-task: 1}",
+            "set the option under srun:, with NVIDIA GPUs together with gres-flags: allow-task-sharing",
+        ),
         ("srun: {ntasks: 2}", "srun.ntasks: not allowed here: use gpus_per_node"),
         ("srun: {kill-on-bad-exit: 0}", "clusterddp sets this option itself"),
         ("checkpoint: 5 minutes", "expected a mapping with the keys every, keep, got '5 minutes'"),
