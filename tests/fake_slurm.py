@@ -192,6 +192,7 @@ class NoRanks:
     failure: LaunchFailure | None = None
     pid: int | None = None
     failed: Callable[[int], object]
+    record: Callable[..., object]
 
     def notify(self) -> None: ...
 

@@ -58,6 +58,7 @@ BY_KEY = {
     "snapshot": Examples(["true", "false", "500M", "2G"], ["500", "2 G", "no", "[2G]"]),
     "hook": Examples(["[python, notify.py]", "echo done"], ["[]", "{a: b}", '""', "[[a]]"]),
     "env": Examples(["{A: 1, B: , C: text}", "{}"], ["[a]", "{1A: x}", "{RANK: 1}", "{A: [1]}"]),
+    "stage": Examples(["/tmp", "$SLURM_TMPDIR"], ["tmp", "[a]"]),
     "python": Examples(["/opt/python"], ["-x", "[a]"]),
     "sbatch": _SLURM,
     "srun": Examples([*_SLURM.valid, "{gpus-per-task: 1}", "{gpu-bind: 1}"], _SLURM.wrong),

@@ -25,7 +25,14 @@ from clusterddp.reporter import counted, duration, enumerated, put, say, show
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, runs_folder
 from clusterddp.runs import recording, sweep_submission
 from clusterddp.runs.progress_display import Progress, Shown
-from clusterddp.runs.submission import check, check_ranks, fit_to_cluster, record_local, submit_to_slurm
+from clusterddp.runs.submission import (
+    check,
+    check_ranks,
+    fit_to_cluster,
+    packed_environment,
+    record_local,
+    submit_to_slurm,
+)
 from clusterddp.runs.sweep_members import Definition, argument_of, default_name, jobs_of, keys_of, named, of_options
 from clusterddp.runs.sweep_submission import Sweep, SweepFolder, check_marks, make_plan, planned, tell
 from clusterddp.slurm.commands import scrub_job_variables
@@ -108,7 +115,8 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     if changed or not run.exists():
         if run.exists():
             recording.check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
-        with recording.recorded(run, job, created, recording.Content(code=present)):
+        content = recording.Content(code=present, environment=packed_environment(job, run.path.parent))
+        with recording.recorded(run, job, created, content):
             jobs = allocation.as_allocated(job, os.environ)
             allocation.write_script(run, *(batch_script(each, run, Path.cwd()) for each in jobs))
     elif not in_batch_step(os.environ):  # a requeued batch step must not take the present code

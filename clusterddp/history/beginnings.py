@@ -58,6 +58,35 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Staged(Event):
+    """the ranks use the copy `folder` of the environment `prefix` on each node. `unpacked`: the nodes that have just
+    got it"""
+
+    prefix: str
+    folder: str
+    unpacked: Sequence[str]
+    seconds: float
+
+    def sentence(self) -> str:
+        where, took = counted(len(self.unpacked), "node"), duration(self.seconds)
+        new = f", unpacked on {where} in {took}" if self.unpacked else ""
+        return f"the ranks use the copy of {self.prefix} in {self.folder} of each node{new}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unstaged(Event):
+    """the ranks use the shared environment, because its copy could not be used on every node, and `why`. `node`: the
+    first such node"""
+
+    why: str
+    node: str | None = None
+
+    def sentence(self) -> str:
+        where = "" if self.node is None else f"node {self.node}: "
+        return f"NOT STAGED, so the ranks use the shared environment and may start slowly. {where}{self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Allocated(Event):
     """when the job was queued, could start, and got its nodes. For a task of an array, also how many may run at a
     time"""

@@ -98,7 +98,7 @@ class Timeouts:
     connect_s: Seconds = 300.0
     """Seconds that the ranks may take to connect to each other once all of them have called ``clusterddp.init()``."""
     nodes_s: Seconds = 600.0
-    """Seconds that ``node_setup`` may take on the nodes of a job before the ranks start."""
+    """Seconds that ``node_setup`` and ``stage`` may take on the nodes of a job before the ranks start."""
     notice_s: Seconds = 120.0
     """Seconds before the time limit at which the run saves and stops."""
 
@@ -333,6 +333,9 @@ class Job:
     """The Python interpreter of the ranks. ``$NAME`` in it is a variable on the first node after ``setup``. Where it
     lacks clusterddp, ranks use that of the submission. None: the interpreter of the submission, or ``python3`` of the
     image that an option of srun names."""
+    stage: Annotated[str | None, kinds.STAGE] = None
+    """A folder on a disk of every node, such as ``/tmp`` or ``$SLURM_TMPDIR``, to which the environment of the ranks'
+    interpreter is copied before they start. None: they use the shared one."""
     sbatch: Annotated[dict[str, str | bool], slurm_options(_keys)] = field(default_factory=dict)
     """Other long options of sbatch, without dashes. True: an option without a value. False: not given."""
     srun: Annotated[dict[str, str | bool], slurm_options(_keys, ONE_GPU_PER_TASK)] = field(default_factory=dict)

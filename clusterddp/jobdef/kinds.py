@@ -88,6 +88,7 @@ MODULE = matching(
     "a module such as package.train",
     {"type": "string", "pattern": r"^[^\s\d./-][^\s/-]*$"},
 )
+STAGE = matching(r"[/$].*", "a folder such as /tmp or $SLURM_TMPDIR")
 PYTHON = matching(r"[^-].*", "the path or name of a Python interpreter")
 
 

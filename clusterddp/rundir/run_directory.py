@@ -220,6 +220,7 @@ class RunDirectory:
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
     debug_file = _Below("private/debug.json")  # the rank of `submit --debug`
+    environment_file = _Below("private/environment.json")  # the packed environment (``stage``)
     cancel_mark = _Below("cancelled")
     """Exists once ``clusterddp cancel`` was called."""
 

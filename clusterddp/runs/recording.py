@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -54,6 +54,7 @@ from clusterddp.rundir.ownership import check_owner, check_place, check_run, hol
 from clusterddp.rundir.package import write_package
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.slurm import commands as slurm
+from clusterddp.staging import Packed
 from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
 
 
@@ -105,6 +106,8 @@ class Content:
     """The rank that runs in the user's terminal: ``submit --debug``."""
     hydra_output: Path | None = None
     """The output folder of a member of a Hydra multirun."""
+    environment: Packed | None = None
+    """The environment that the nodes get, packed."""
     code: Code | None = None
     """None: keep the code that the run has."""
 
@@ -224,7 +227,14 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
     (failed, or completed and extended) is removed. After any other error in the body, the records stay, because the job
     may exist.
     """
-    files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file, run.code_file)
+    files = (
+        secrets_file(run.job_file),
+        run.job_file,
+        run.batch_script,
+        run.outcome_file,
+        run.code_file,
+        run.environment_file,
+    )
     before = {path: read_bytes(path) for path in files if exists(path)}
     if not created:
         _check_not_completed(run, job)
@@ -281,6 +291,8 @@ def _write(run: RunDirectory, content: Content) -> None:
     if content.hydra_output is not None:  # the folder has the same name as that of any run
         with suppress(FileExistsError):
             symlink(run.hydra, os.path.relpath(content.hydra_output, run.path))
+    if content.environment is not None:
+        write_json(run.environment_file, asdict(content.environment), mode=0o600)
     write_code(run, content.code)
 
 

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ from clusterddp.process import PACKAGE_FOLDER, signals_blocked
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import unlink
 from clusterddp.rundir.ownership import check_run
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, runs_folder
 from clusterddp.runs.recording import ONLY_JOB, Content, check_not_submitted, claim, exclusively, present_code, recorded
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.configuration import usable_nodes
+from clusterddp.staging import Packed, pack
 from clusterddp.supervisor import lease
 from clusterddp.trackers.registry import TRACKERS
 
@@ -123,6 +125,8 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
     if job.python_of_ranks is None:
         check_packages(job)
         check_syntax(job)
+    if place == "--local" and (job.node_setup or job.stage):
+        show("node_setup and stage are ignored with --local")
     if place and job.spare_nodes:
         show(f"spare_nodes is ignored with {place}, because all nodes run ranks")
         job = replace(job, spare_nodes=0)
@@ -324,7 +328,9 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     from clusterddp.slurm import batch
 
     fitted = fit_to_cluster(job, required=True)
-    content = replace(content, code=present_code(job, run_dir, content.source, batch=True))
+    beside = Path(run_dir).absolute().parent if run_dir else runs_folder(os.environ)
+    environment = packed_environment(job, beside)
+    content = replace(content, code=present_code(job, run_dir, content.source, batch=True), environment=environment)
     run, created = claim(run_dir, job)
     unlink(run.debug_file)  # of an earlier submission
     warn_of_unseen(run)
@@ -338,6 +344,26 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
             unlink(run.loop_file)
             show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
+
+
+def packed_environment(job: Job, beside: Path) -> Packed | None:
+    """The environment of the job's ranks, in a file in a folder beside the runs. None if the nodes need no copy."""
+    if job.stage is None:
+        return None
+    if job.in_image:
+        raise UsageError("stage: the ranks' environment is in the image that an option of srun names. Remove `stage`")
+    if job.python and "$" in job.python:
+        raise UsageError(f"stage: expected an interpreter that exists here, and python is {job.python}")
+    return _packed(job.python or sys.executable, beside, job.stage)
+
+
+@cache
+def _packed(python: str, beside: Path, stage: str) -> Packed:
+    """Once for all members of a sweep."""
+    packed = pack(python, beside)
+    shared = f". Editable installs stay shared: {', '.join(packed.editable)}" if packed.editable else ""
+    show(f"Every node gets a copy of {packed.prefix} ({packed.size / 1e9:.1f} GB) in {stage}{shared}")
+    return packed
 
 
 def warn_of_unseen(run: RunDirectory) -> None:

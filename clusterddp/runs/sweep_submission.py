@@ -63,7 +63,7 @@ from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.recording import ONLY_JOB, Content, claim, has_completed, present_code, recorded, write_code
-from clusterddp.runs.submission import check_continues, fit_to_cluster, record_local, warn_of_unseen
+from clusterddp.runs.submission import check_continues, fit_to_cluster, packed_environment, record_local, warn_of_unseen
 from clusterddp.runs.sweep_members import Record, Values, read_record, text_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
@@ -374,6 +374,7 @@ def submit(sweep: Sweep, plan: Plan) -> Submitted:
     most = largest_array()
     ready = [fitted(group) for group in groups(sweep, plan.submit)]  # all checks before anything is written
     warn_of_unseen(RunDirectory(sweep.folder.path))
+    packed_environment(sweep.job, sweep.folder.path.parent)
     source = sweep.content(plan.submit[0]).source  # all members call the same function
     write_code(RunDirectory(sweep.folder.path), present_code(sweep.job, str(sweep.folder), source, batch=True))
     for group in ready:
@@ -451,7 +452,8 @@ def _member(sweep: Sweep, named: tuple[str, Job]) -> AbstractContextManager[None
     name, job = named
     run, created = claim(str(sweep.folder.member(name)), sweep.jobs[name])
     code = Code(None, owner=RunDirectory(sweep.folder.path))
-    context = recorded(run, sweep.jobs[name], created, replace(sweep.content(name), code=code))
+    environment = packed_environment(job, sweep.folder.path.parent)
+    context = recorded(run, sweep.jobs[name], created, replace(sweep.content(name), code=code, environment=environment))
     context.__enter__()
     run.unmark_cancelled()
     write_atomically(run.batch_script, batch_script(job, run, Path.cwd()))

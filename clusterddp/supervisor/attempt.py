@@ -249,6 +249,7 @@ class Attempt:
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
+        self._launcher.record = self._record
         resumed = self._script_checkpoints.begin()
         self._launcher.start(
             rank_command(self._job, self._script_checkpoints.newest is not None, self._run.package_file),

@@ -21,6 +21,7 @@ from clusterddp.errors import JobDefinitionError
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.failures.placement import Placement
+from clusterddp.history.event import Event
 from clusterddp.jobdef.job import PYXIS, Job
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
@@ -46,6 +47,8 @@ class Launcher(Protocol):
     abandon_s: float
     #: Called by ``wait`` when a rank has failed, with its number.
     failed: Callable[[int], object]
+    #: Called by ``wait`` with an event for the history.
+    record: Callable[[Event], object]
     #: srun's process. None without srun.
     pid: int | None
     #: Why no rank was started, if that is known before srun starts them.
@@ -90,6 +93,7 @@ class SlurmLauncher:
         self._job, self._placement, self._setup = job, placement, setup
         self._host = reached_at(os.environ, job.interface)
         self.failed: Callable[[int], object] = lambda _: None
+        self.record: Callable[[Event], object] = lambda _: None
         self.pid: int | None = None
         self.failure: LaunchFailure | None = None
         #: Starts the ranks, once the setup of the nodes is done. None if there is none.
@@ -111,6 +115,8 @@ class SlurmLauncher:
             self._run_srun(command, environment, logs)
 
     def _run_srun(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        if self._setup is not None:
+            command = self._setup.command(command)
         environment = {
             **environment,
             SUPERVISOR: f"{self._host}{environment[SUPERVISOR]}",  # which has the port
@@ -191,6 +197,8 @@ class SlurmLauncher:
         """
         if self._start_ranks is not None and not self._set_up(self._start_ranks):
             return 1
+        if self._setup is not None:
+            self._setup.tell(self.record)
         known: set[int] = set()
         while True:
             try:
@@ -277,6 +285,7 @@ class LocalLauncher:
     ) -> None:
         self._job, self._terminal_rank, self._stop_requested = job, terminal_rank, stop_requested
         self.failed: Callable[[int], object] = lambda _: None
+        self.record: Callable[[Event], object] = lambda _: None
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         #: Ranks that have exited; None: the others are abandoned.
         self._exited: queue.SimpleQueue[int | None] = queue.SimpleQueue()

@@ -70,7 +70,7 @@ def supervise_slurm(run_directory: str, output_above: bool = False) -> int:
     _open_own_log(run)
     job = with_python(as_started(with_snapshot(run, load_trusted(run)), os.environ), os.environ)
     job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
-    nodes = NodeSetup(job)
+    nodes = NodeSetup(run, job, os.environ)
     launcher = lambda job, placement: SlurmLauncher(job, placement, nodes)  # noqa: E731
     if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a resume check's job is not that of its runs
         return supervise(run, job, launcher, SlurmController(os.environ, run, job))

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from clusterddp.codec import Misfit, read
+from clusterddp.errors import ClusterddpError
 from clusterddp.failures.exit_status import LaunchFailure, launch_failure
 from clusterddp.failures.placement import Placement
+from clusterddp.history.beginnings import Staged, Unstaged
+from clusterddp.history.event import Event
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.files import create_file
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.staging import Packed, changed, copy_of
 from clusterddp.supervisor.batch_host_guard import guard_environment
 from clusterddp.supervisor.node_task import NodeReport, Plan
 
@@ -35,14 +43,18 @@ END_S = 15.0
 class NodeSetup:
     """The setup of the nodes of this start of the job: each has it once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, run: RunDirectory, job: Job, environ: Mapping[str, str]) -> None:
         self._job = job
         self._asked: tuple[str, ...] = ()
         self._reports: dict[str, NodeReport] = {}
+        #: Where the nodes get which environment, or why they do not.
+        self._stage, self._packed, self._not_staged = _to_stage(run, job, environ)
+        self._began = time.monotonic()
+        self._told = job.stage is None
 
     def pending(self, placement: Placement) -> tuple[str, ...]:
         """The nodes that still need it, spares included."""
-        if not self._job.node_setup:
+        if not self._job.node_setup and self._packed is None:
             return ()
         nodes = placement.allocated or expand(os.environ["SLURM_JOB_NODELIST"])
         done = [node for node, report in self._reports.items() if report.failed is None]
@@ -58,7 +70,7 @@ class NodeSetup:
 
     def finish(self, srun: subprocess.Popen[bytes]) -> LaunchFailure | None:
         """Waits for the nodes, and ends srun if they take too long. None once all of them are ready."""
-        plan = Plan(self._job.node_setup, self._job.timeouts.nodes_s)
+        plan = Plan(self._job.node_setup, self._job.timeouts.nodes_s, self._stage, self._packed)
         late = False
         try:
             output, _ = srun.communicate(json.dumps(asdict(plan)).encode(), timeout=plan.seconds + MARGIN_S)
@@ -79,9 +91,34 @@ class NodeSetup:
         if not missing:
             return None
         if late:
-            error = f"{_named(missing)} did not finish node_setup within {duration(plan.seconds)} (timeouts.nodes_s)"
+            what = " and ".join(key for key in ("node_setup", "stage") if getattr(self._job, key))
+            error = f"{_named(missing)} did not finish {what} within {duration(plan.seconds)} (timeouts.nodes_s)"
             return LaunchFailure(error, (), True, missing[0] if len(missing) < len(self._asked) else "")
-        return launch_failure(self._log.read_text(errors="replace"), "node_setup")
+        return launch_failure(self._log.read_text(errors="replace"), "the setup of the nodes")
+
+    def command(self, ranks: list[str]) -> list[str]:
+        """The ranks' command with the interpreter that they use: that of the copy, if every node has one."""
+        if self._packed is None or self._without_copy():
+            return ranks
+        return [str(copy_of(self._packed, Path(self._stage)) / self._packed.python), *ranks[1:]]
+
+    def tell(self, record: Callable[[Event], object]) -> None:
+        """Records whether the ranks use a copy of their environment, once."""
+        if self._told:
+            return
+        self._told = True
+        if self._packed is None:
+            record(Unstaged(why=self._not_staged))
+        elif without := self._without_copy():
+            others = f" (and {counted(len(without) - 1, 'other node')})" if without[1:] else ""
+            record(Unstaged(why=f"{without[0].not_staged}{others}", node=without[0].node))
+        else:
+            unpacked = [report.node for report in self._reports.values() if report.unpacked]
+            folder, seconds = str(copy_of(self._packed, Path(self._stage))), time.monotonic() - self._began
+            record(Staged(prefix=self._packed.prefix, folder=folder, unpacked=unpacked, seconds=seconds))
+
+    def _without_copy(self) -> list[NodeReport]:
+        return [report for report in self._reports.values() if report.not_staged is not None]
 
     def _failure(self, failed: Sequence[NodeReport]) -> LaunchFailure:
         """The first one, as long as others passed a failure of its node."""
@@ -93,6 +130,31 @@ class NodeSetup:
         lines = [line for line in tail if line.startswith(f"{first.node}: ")][-20:]
         error = f"node {first.node}: node_setup {first.failed}{said}{more}"
         return LaunchFailure(error, tuple(lines), True, suspect)
+
+
+def _to_stage(run: RunDirectory, job: Job, environ: Mapping[str, str]) -> tuple[str, Packed | None, str]:
+    """The folder on the nodes and the environment to copy there, or without one, why not."""
+    stage, unknown = job.stage or "", list[str]()
+
+    def value(match: re.Match[str]) -> str:
+        if (name := match[1] or match[2]) not in environ:
+            unknown.append(name)
+        return environ.get(name, "")
+
+    stage = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, stage)
+    if job.stage is None or unknown:
+        return stage, None, f"stage: {job.stage} is no folder of this job, because ${' and $'.join(unknown)} is not set"
+    if not stage.startswith("/"):
+        return stage, None, f"stage: {job.stage} is {stage}, which is not an absolute path"
+    try:
+        record = read_json(run.environment_file)
+        packed = None if record is None else read(Packed, record)
+    except (ClusterddpError, OSError, Misfit) as error:
+        return stage, None, f"could not read {run.environment_file}: {error}"
+    if packed is None:
+        return stage, None, "the run was submitted without its environment. Submit it again"
+    why = changed(packed)
+    return stage, None if why else packed, why or ""
 
 
 def _report(line: str) -> NodeReport | None:

@@ -23,6 +23,7 @@ from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.codec import Misfit
 from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
+from clusterddp.history.event import Event
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.messages.orders import Commit, CountSteps, Leave, Order, Save, Stop
 from clusterddp.messages.requests import LastAnswer, News, UserRequest
@@ -724,6 +725,7 @@ class Launcher:
         self._nodes = nodes
         self.failed: Callable[[int], object] = lambda _: None
         self.failure: LaunchFailure | None = None
+        self.record: Callable[[Event], object] = lambda _: None
         self.group = Group(self.world, job.world_size)
         self.ranks: list[Rank] = []
         self._left: set[int] = set()

@@ -56,6 +56,7 @@ mem: 64G
 cpus_per_task: 8
 setup: [module load cuda, "source venv/bin/activate"]
 node_setup: mkdir -p /tmp/cache
+stage: /tmp
 env: {NCCL_DEBUG: WARN, ON: off, EMPTY: ""}
 python: /opt/py/bin/python
 sbatch: {exclusive: true, comment: hello there, mail-type: END, licenses: "true"}
@@ -135,6 +136,7 @@ def test_every_field_is_read(folder: Path) -> None:
         cpus_per_task=8,
         setup=("module load cuda", "source venv/bin/activate"),
         node_setup=("mkdir -p /tmp/cache",),
+        stage="/tmp",
         env={"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": ""},
         python="/opt/py/bin/python",
         sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},

@@ -13,6 +13,7 @@ import pytest
 from clusterddp import protocol
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.launcher import SlurmLauncher
 from clusterddp.supervisor.node_setup import NodeSetup
 from clusterddp.supervisor.node_task import Plan, set_up
@@ -56,7 +57,9 @@ JOB = Job("train", script="/train.py", nodes=3, device="cpu")
 
 def of(*lines: str) -> NodeSetup:
     """With these lines."""
-    return NodeSetup(Job("train", script="/train.py", nodes=3, device="cpu", node_setup=lines))
+    return NodeSetup(
+        RunDirectory("/run"), Job("train", script="/train.py", nodes=3, device="cpu", node_setup=lines), {}
+    )
 
 
 def test_ranks_start_after_the_setup_of_every_node_which_none_has_twice(tmp_path: Path) -> None:
