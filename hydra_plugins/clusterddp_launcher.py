@@ -13,7 +13,7 @@ import copy
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -56,16 +56,10 @@ class _Options:
 
 _OWN = ("wait", "local", "max_running", "retry")
 _KEYS = [key for key in KEYS if key not in _PROGRAM]
-ConfigStore.instance().store(
-    group="hydra/launcher",
-    name="clusterddp",
-    provider="clusterddp",
-    node=make_dataclass(
-        "ClusterddpLauncherConf",
-        [(key, Any, field(default=None)) for key in _KEYS],
-        bases=(_Options,),
-    ),
-)
+_CONFIG: DictConfig = OmegaConf.structured(_Options)
+with open_dict(_CONFIG):  # no class has the keys as fields, because one of them is Python's word `continue`
+    _CONFIG.update(dict.fromkeys(_KEYS))
+ConfigStore.instance().store(group="hydra/launcher", name="clusterddp", provider="clusterddp", node=_CONFIG)
 
 
 class MemberFailed(RunFailed, CompactHydraException):

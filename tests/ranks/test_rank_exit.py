@@ -175,9 +175,9 @@ def _command(pid: str) -> bytes:
         return b""
 
 
-def _judged(cause: Cause, told: bool = False, **end: Any) -> Action:
+def _judged(cause: Cause, stop_sent: bool = False, **end: Any) -> Action:
     record = read(Left, {"host": "n1", "used_clusterddp": True, **end})
-    return judge([RankEnd.of(0, "n1", 1.0, record)], 0, told, lambda: cause).action
+    return judge([RankEnd.of(0, "n1", 1.0, record)], 0, stop_sent, lambda: cause).action
 
 
 @pytest.mark.parametrize(

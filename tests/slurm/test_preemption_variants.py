@@ -47,7 +47,7 @@ def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
     cluster.drain_jobs()
 
 
-# On a cluster of its own. unit/test_wait.py has when a command that waits lifts a hold.
+# On a cluster of its own. unit/test_waiting.py has when a command that waits lifts a hold.
 @pytest.mark.product
 def test_a_watcher_lifts_the_hold_after_a_requeue(clusters: Any, runs_on: Any) -> None:
     """``submit --wait`` lifts it, though the hold is longer than the test waits, and ends with the run."""

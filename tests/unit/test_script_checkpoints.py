@@ -413,7 +413,9 @@ def ignoring(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The reports of a script that has made steps without reading this file."""
     zipped(path)
     reports: list[str] = []
-    monkeypatch.setattr(control_channel, "report", lambda name, file: reports.append(f"{name} {Path(file).name}"))
+    monkeypatch.setattr(
+        control_channel, "report", lambda event: reports.append(f"{event.name} {Path(event.file).name}")
+    )
     monkeypatch.setattr(resume_watch, "current", ResumeWatch(str(path)))
     for _ in range(2):
         assert resume_watch.end(final=False) is False
