@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,16 @@ def test_a_process_that_stays_behind_does_not_keep_the_ranks_waiting(tmp_path: P
 
 @pytest.mark.parametrize("how", ["notify", "kill"])
 def test_a_stop_ends_the_setup_and_no_rank_starts(how: str, tmp_path: Path) -> None:
-    made = launcher(of(f"touch {tmp_path}/begun; sleep 600"), tmp_path)
-    threading.Thread(
-        target=lambda: (wait_until((tmp_path / "begun").exists, "the setup"), getattr(made, how)()), daemon=True
-    ).start()
+    pids = tmp_path / "pids"
+    made = launcher(of(f"echo $$ >> {pids}; exec sleep 600"), tmp_path)
+
+    def interrupt() -> None:
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == len(NODES), "the setup of all nodes")
+        getattr(made, how)()
+
+    threading.Thread(target=interrupt, daemon=True).start()
     assert made.wait() == 1 and not (tmp_path / "rank").exists()
     assert made.failure is not None and not made.failure.refused
+    for pid in pids.read_text().split():  # Slurm would have ended the whole step
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
