@@ -67,6 +67,12 @@ def test_a_mistake_in_the_product_is_found(name: str) -> None:
     assert found_after(name, 0, TRIES) is not None, MUTANTS[name].__doc__
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_a_mistake_replaces_exists(name: str) -> None:
+    """Also of the ones that are not tried here, which a new name would disarm unnoticed."""
+    assert [attribute for owner, attribute, _ in MUTANTS[name]() if not hasattr(owner, attribute)] == []
+
+
 @pytest.mark.usefixtures("simulated")
 def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A completed run that a user submits again trains again, if nobody looks at the outcome: one fault of several."""
