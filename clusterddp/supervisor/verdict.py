@@ -113,12 +113,13 @@ class RankEnd:
         """From the file that the rank wrote. An unreadable file counts as a missing one."""
         try:
             record = read_json(path)
-            return cls.of(rank, host, lost_at, None if record is None else read(Left, record), death)
+            left = None if record is None else read(Left, record)
         except (RunDirectoryError, OSError, Misfit) as error:
             how = death.words() if death else "exited"
             problem = f"{path}: {error}" if isinstance(error, Misfit) else error
             words = f"{how}. Could not read its record: {problem}"
             return cls(rank, host, End.DIED, lost_at, error=words, death=death)
+        return cls.of(rank, host, lost_at, left, death)
 
     @classmethod
     def of(cls, rank: int, host: str, lost_at: float, record: Left | None, death: ExitStatus | None = None) -> RankEnd:

@@ -22,10 +22,10 @@ from clusterddp.rundir.step_records import Recording
 from clusterddp.worker import control_channel
 
 _NOTICES = {
-    "TERM": protocol.TERM_NOTICE_S,
+    "signal TERM": protocol.TERM_NOTICE_S,
     "preemption": protocol.TERM_NOTICE_S,
     "end of the job": protocol.TERM_NOTICE_S,
-    "USR2": protocol.USR2_NOTICE_S,
+    "signal USR2": protocol.USR2_NOTICE_S,
     "time limit": protocol.USR2_NOTICE_S,
 }
 
@@ -40,7 +40,7 @@ class Settings:
     ``seed``: of the job definition, else of the script, else 0.
     ``unused``: the arguments of ``init()`` that have no effect.
     ``device_memory``: bytes that an earlier attempt used on each GPU, if known.
-    ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
+    ``notices``: for each reason for a stop, the seconds until this process is killed, if known.
     """
 
     ranks: environment.RankEnvironment

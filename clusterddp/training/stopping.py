@@ -63,7 +63,7 @@ class Deadline:
 
         ``save_s``: the longest that a save may take.
         """
-        if (notice_s := self._notices.get(reason.removeprefix("signal "))) is None:
+        if (notice_s := self._notices.get(reason)) is None:
             return
         # If a save may take most of the grace period, the step still gets half of it, which only a hanging one needs.
         wait_s = max(notice_s / 2, notice_s - MARGIN_S - save_s)

@@ -36,14 +36,14 @@ def acted() -> tuple[threading.Event, list[float]]:
     return threading.Event(), []
 
 
-def deadline(acted: tuple[threading.Event, list[float]], **notices: float) -> Deadline:
+def deadline(acted: tuple[threading.Event, list[float]], **signals: float) -> Deadline:
     event, waited = acted
 
     def act(seconds: float) -> None:
         waited.append(seconds)
         event.set()
 
-    return Deadline(notices, act)
+    return Deadline({f"signal {name}": seconds for name, seconds in signals.items()}, act)
 
 
 def test_the_deadline_is_the_notice_less_the_last_save(acted: Any) -> None:
