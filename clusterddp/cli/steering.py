@@ -31,7 +31,6 @@ from clusterddp.errors import (
 )
 from clusterddp.failures import exclusion
 from clusterddp.failures.stack_traces import NAMED, described, summary
-from clusterddp.history.beginnings import Started
 from clusterddp.history.codec import sentence
 from clusterddp.history.ends import AttemptEnd, Completed, Continues, Requeued, Restarted, Resubmitted, Stopped
 from clusterddp.history.outcome import over_already
@@ -47,10 +46,10 @@ from clusterddp.rundir.run_directory import ONE_RUN, RunDirectory, find_runs, na
 from clusterddp.runs.request_client import (
     await_end,
     await_outcome,
-    backwards,
     begin,
     check_trains,
     find_address,
+    find_nodes,
     request,
     waiting_job,
 )
@@ -385,8 +384,7 @@ def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
     if address.job is None:
         raise RunDirectoryError(f"{run} trains on {address.host} without a Slurm job. Open a shell there")
     job = load_resolved(run.job_file)
-    nodes = next((event.nodes for event in backwards(run, attempt) if isinstance(event, Started)), "")
-    hosts = expand(nodes) if nodes else []
+    hosts = find_nodes(run, attempt)
     if not 0 <= rank < len(hosts) * job.ranks_per_node:
         ranks = counted(len(hosts) * job.ranks_per_node, "rank")
         raise UsageError(f"--rank {rank}: {run} has {ranks}, numbered from 0")

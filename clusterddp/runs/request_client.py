@@ -17,19 +17,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from clusterddp.codec import Misfit
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.history.beginnings import Started
 from clusterddp.history.codec import decode
 from clusterddp.history.ends import AttemptEnd, Cancelled, Requeued, Stopped
 from clusterddp.history.event import Event
 from clusterddp.history.outcome import over_already
 from clusterddp.history.words import BY_SLURM
+from clusterddp.hostlist import expand
 from clusterddp.messages.requests import (
     LastAnswer,
     News,
@@ -58,6 +60,7 @@ from clusterddp.supervisor.history import History
 from clusterddp.worker.control_channel import encoded, keep_alive, send_line
 
 Answer: TypeAlias = News | LastAnswer
+Found = TypeVar("Found")
 #: Seconds for a connection to be accepted. Behind a firewall there is no answer.
 CONNECT_S = 3.0
 #: Seconds between two looks at the run's files, and between two queries of Slurm.
@@ -195,14 +198,28 @@ def is_requeued(run: RunDirectory) -> bool:
 
 def find_address(run: RunDirectory) -> tuple[int, Address]:
     """The newest attempt and the address of its supervisor. Waits for an attempt that is just starting."""
-    deadline = time.monotonic() + START_S
-    while True:
+
+    def find() -> tuple[int, Address] | None:
         newest = run.newest_attempt()
-        if newest is not None and (address := read_address(run, newest)):
-            return newest, address
+        address = None if newest is None else read_address(run, newest)
+        return None if newest is None or address is None else (newest, address)
+
+    return _await_start(run, find)
+
+
+def find_nodes(run: RunDirectory, attempt: int) -> list[str]:
+    """The nodes of an attempt, in the order of its ranks. They are recorded some time after the address."""
+    found = _await_start(run, lambda: next((one for one in backwards(run, attempt) if isinstance(one, Started)), None))
+    return expand(found.nodes) if found.nodes else []
+
+
+def _await_start(run: RunDirectory, find: Callable[[], Found | None]) -> Found:
+    deadline = time.monotonic() + START_S
+    while (found := find()) is None:
         if time.monotonic() > deadline:
             raise RunDirectoryError(f"{run}: the job has started, but its supervisor has not. Try again in a minute")
         time.sleep(FILE_CHECK_S)
+    return found
 
 
 def backwards(run: RunDirectory, attempt: int) -> Iterator[Event]:

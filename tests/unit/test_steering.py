@@ -10,9 +10,11 @@ import shlex
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ from clusterddp.rundir.control_address import Address, read_address, write_addre
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import request_client
-from clusterddp.runs.request_client import ask, relay
+from clusterddp.runs.request_client import ask, find_nodes, relay
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
@@ -144,6 +146,14 @@ def test_the_address_is_for_the_runs_owner_alone(run: RunDirectory) -> None:
     write_address(run, number, Address("n1", 20001, TOKEN, "41"))
     assert read_address(run, number) == Address("n1", 20001, TOKEN, "41")
     assert stat.S_IMODE(run.control_file(number).stat().st_mode) == 0o600
+
+
+def test_the_nodes_of_an_attempt_may_be_recorded_after_its_address(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = lambda _: happened(run, {"event": "started", "attempt": 0, "nodes": "n[1-2]"})  # noqa: E731
+    monkeypatch.setattr(request_client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=record))
+    assert find_nodes(run, 0) == ["n1", "n2"]
 
 
 # ---- a supervisor with stub ranks
