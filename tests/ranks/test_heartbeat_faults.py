@@ -22,13 +22,14 @@ WITHOUT_FILES = """
 import os, resource, threading
 from pathlib import Path
 from clusterddp.jobdef.job import Watchdog
+from clusterddp.messages.reports import Alive
 from clusterddp.process import RunningClock
 from clusterddp.training.heartbeat import Heartbeat, WatchedSteps
 
 beats, enough = [], threading.Event()
 
-def send(event, **beat):
-    beats.extend([beat] if "place" in beat else [])
+def send(report):
+    beats.extend([report] if isinstance(report, Alive) else [])
     if len(beats) == 3:
         enough.set()
 

@@ -65,10 +65,10 @@ def test_an_answer_that_comes_soon_after_ctrl_c_is_recorded(tmp_path: Path) -> N
 
 
 def test_ctrl_c_ends_a_question_before_the_submission_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    """Two runs have failed on a node, so that sinfo is asked which nodes there are."""
+    """Two runs have failed on a node, so that Slurm is asked which nodes there are."""
     for name in "ab":
         lost = NodeLost(time=time.time(), node="n2", suspect="n2")
         node_memory.remember(RunDirectory(tmp_path / name), "7", lost)
-    run, done = interrupted(tmp_path, "exec sleep 1000", 1000, at="sinfo")
+    run, done = interrupted(tmp_path, "exec sleep 1000", 1000, at="scontrol")
     assert done.returncode == 130, done.stderr
     assert "may or may not" not in done.stderr and not run.path.exists()
