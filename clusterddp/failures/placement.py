@@ -96,8 +96,9 @@ def place(job: Job, allocated: Sequence[str], history: Events, start: JobStart, 
     if moves:
         chosen, left = list(moves[-1].nodes), [node for event in moves for node in event.aside]
     else:
-        doubtful = {*exclusion.failed(history, now), *excluded}
-        chosen = sorted(allocated, key=lambda node: node in doubtful)[: job.nodes]  # others keep their order
+        failed = exclusion.failed(history, now)
+        # Others keep their order. An excluded node comes last, so that no later attempt returns to it.
+        chosen = sorted(allocated, key=lambda node: (node in excluded, node in failed))[: job.nodes]
     return every.moved(chosen, [*left, *(node for node in excluded if node not in chosen)])
 
 

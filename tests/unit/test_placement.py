@@ -140,6 +140,15 @@ def test_a_drained_node_that_slurm_gives_the_next_job_is_left_and_no_spare() -> 
     assert place(replace(RANGE, spare_nodes=1), ALL[:4], view(later), AGAIN, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
 
 
+def test_a_node_that_failed_is_used_rather_than_a_drained_one() -> None:
+    """Without a spare or a new job, an attempt would otherwise return to the node that the last one has left."""
+    drained = {"event": "requested", "attempt": 0, "time": 2.0, "request": "drain", "nodes": ["n1"]}
+    later = [{**STARTED, "restarts": 1, "attempt": attempt} for attempt in (1, 2)]
+    failed = [{**FAILED[0], "suspect": "n2", "host": "n2", "attempt": attempt} for attempt in (1, 2)]
+    history = view([STARTED, drained, later[0], failed[0], later[1], failed[1]])
+    assert place(SPARE, ALL[:4], history, AGAIN, 4.0) == at("n2 n3 n4", "n1 n2 n3 n4", "n1")
+
+
 def test_a_node_that_was_left_stays_idle_after_the_next_move() -> None:
     """A further move would put ranks back on a bad node."""
     job, again = replace(RANGE, spare_nodes=1), {**MOVED, "attempt": 1, "aside": ["n1"], "nodes": ["n3", "n4"]}
