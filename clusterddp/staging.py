@@ -8,9 +8,9 @@ virtual environment, and the interpreter in the first line of console scripts.
 
 A start looks at a fixed number of files of the shared environment, however many packages that has (``changed``).
 
-The folder for the copies may be one that others can write, such as /tmp. Copies are in a folder of this user's own
-there, which nobody else can enter, and which others cannot replace. A copy gets its name only once it is complete: its
-listing gives that name again, and torch could be imported from it.
+Others may be able to write to the folder for the copies, such as /tmp. The copies are in a subfolder that only this
+user can enter and that others cannot replace. A copy is renamed to its final name only after its listing has matched
+that name and torch could be imported from it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.reporter import what_failed
 from clusterddp.rundir.files import open_file
 
 #: Packed environments and copies that no job has used for this long are deleted.
@@ -106,7 +107,7 @@ def pack(python: str, beside: Path) -> Packed:
     except NotStaged as error:
         raise UsageError(f"stage: {error}") from error
     except OSError as error:
-        raise UsageError(f"stage: could not pack {prefix} into {folder}: {_words(error)}") from error
+        raise UsageError(f"stage: could not pack {prefix} into {folder}: {what_failed(error)}") from error
     return Packed(str(archive), name, str(prefix), relative, size, files, editable, watched, state)
 
 
@@ -224,9 +225,9 @@ def _target(top: Path, link: str) -> str:
 def changed(packed: Packed) -> str | None:
     """Why a packed environment is not what the ranks would use without it. None if it probably is."""
     if _state(packed.watched) != packed.state:
-        return f"{packed.prefix} has changed since it was packed. Submit the run again to pack it anew"
+        return f"{packed.prefix} has changed since it was packed. To repack it, submit the run again"
     if not Path(packed.archive).exists():
-        return f"{packed.archive} is missing. Submit the run again to pack {packed.prefix} anew"
+        return f"{packed.archive} is missing. To repack {packed.prefix}, submit the run again"
     return None
 
 
@@ -248,7 +249,7 @@ def unpack(packed: Packed, stage: Path, node: str) -> tuple[Path, bool]:
     """The complete copy of the environment on this node, and whether it was made now. Raises NotStaged."""
     try:
         home = _home(stage, node)
-        with _alone(home):
+        with _locked(home):
             copy = home / packed.name
             if copy.exists() and listing(copy)[0] == packed.name:
                 os.utime(copy)
@@ -256,7 +257,7 @@ def unpack(packed: Packed, stage: Path, node: str) -> tuple[Path, bool]:
             _clear(home, copy)
             return _unpack(packed, home), True
     except OSError as error:
-        raise NotStaged(f"could not unpack {packed.prefix} below {stage}: {_words(error)}") from error
+        raise NotStaged(f"could not unpack {packed.prefix} below {stage}: {what_failed(error)}") from error
 
 
 def copy_of(packed: Packed, stage: Path) -> Path:
@@ -299,7 +300,7 @@ def _own_folder(path: Path) -> None:
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
+def _locked(home: Path) -> Iterator[None]:
     """Lets one process per folder unpack at a time. Jobs of this user may share a node."""
     descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -370,7 +371,3 @@ def _first_line(text: str) -> str:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it printed no reason"])[-1]
-
-
-def _words(error: OSError) -> str:
-    return f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"

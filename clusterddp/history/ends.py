@@ -42,8 +42,8 @@ class ResubmissionRefused(Event):
     def sentence(self) -> str:
         if self.forbidden:
             return (
-                f"this site lets no node submit jobs ({self.error}). Requeueing this one instead. If the run stops "
-                "because it needs a new job, use `clusterddp wait --resubmit RUN` on a login node"
+                f"compute nodes may not submit jobs at this site ({self.error}). Requeueing this one instead. If the "
+                "run stops because it needs a new job, use `clusterddp wait --resubmit RUN` on a login node"
             )
         return f"Slurm refused a new job ({self.error}). Requeueing this one"
 

@@ -54,6 +54,19 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(replaced, text)
 
 
+def expand_variables(text: str, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The text with the values of ``$NAME`` and ``${NAME}``, and the names of variables that are not set."""
+    missing = []
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in environ:
+            missing.append(name)
+        return environ.get(name, "")
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text), missing
+
+
 def checkpoint_values(path: str) -> dict[str, str]:
     """The placeholders of a checkpoint. ``path`` is empty without one."""
     numbers = re.findall(r"\d+", Path(path).name.partition(".")[0])

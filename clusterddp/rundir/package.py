@@ -1,7 +1,7 @@
 """A copy of clusterddp in a run directory, for ranks whose Python has none, such as that of an image.
 
-It is a zip file, from which any Python imports: one file to open on a shared disk, whatever the number of modules. It
-has the modules that ranks need beside torch and numpy, all of them without compiled code.
+It is a zip file, so that a rank opens one file on a shared disk instead of hundreds. Any Python can import from it,
+because it has no compiled code. The image has torch and numpy.
 """
 
 from __future__ import annotations

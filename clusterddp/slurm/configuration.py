@@ -152,7 +152,7 @@ def read_configuration() -> Configuration:
 
 
 def usable_nodes(partition: str | None) -> list[str]:
-    """``usable_nodes`` of commands.py, which asks the controller whether the site chooses the partition."""
+    """As in commands.py. Without a partition, the controller is asked whether the site chooses it."""
     return slurm.usable_nodes(partition, routed=partition is None and read_configuration().reroutes)
 
 

@@ -1,6 +1,6 @@
 """When Slurm expects to start a job: ``sbatch --test-only``, for each partition and time limit that it may have.
 
-An estimate is a rough bound. Slurm assumes that all jobs last as long as their limits, and knows no later jobs.
+An estimate is a rough bound. Slurm assumes that each job runs until its time limit, and that nobody submits another.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.failures.placement import Placement
 from clusterddp.history.event import Event
 from clusterddp.jobdef.job import PYXIS, Job
+from clusterddp.jobdef.program import expand_variables
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
 from clusterddp.protocol import ATTEMPT, INTERFACE, RUN_DIR, SUPERVISOR
@@ -198,7 +198,7 @@ class SlurmLauncher:
         if self._start_ranks is not None and not self._set_up(self._start_ranks):
             return 1
         if self._setup is not None:
-            self._setup.tell(self.record)
+            self._setup.record_stage(self.record)
         known: set[int] = set()
         while True:
             try:
@@ -391,13 +391,13 @@ def local_variables(job: Job, rank: int) -> dict[str, str]:
 
 def with_python(job: Job, environ: Mapping[str, str]) -> Job:
     """The job with the variables in ``python:``, which ``setup`` may have set."""
-    text = job.python or ""
-    if missing := [name for name in re.findall(r"\$\{?(\w+)", text) if name not in environ]:
+    python, missing = expand_variables(job.python or "", environ)
+    if missing:
         raise JobDefinitionError(
-            f"python: {text}: the variable {missing[0]} is not set on {socket.gethostname()}. Export it in `setup`, or "
-            "give the path without it"
+            f"python: {job.python}: the variable {missing[0]} is not set on {socket.gethostname()}. Export it in "
+            "`setup`, or give the path without it"
         )
-    return replace(job, python=re.sub(r"\$(\w+|\{\w+\})", lambda name: environ[name[1].strip("{}")], text) or None)
+    return replace(job, python=python or None)
 
 
 def module_of_ranks(module: str, job: Job, package: Path) -> list[str]:

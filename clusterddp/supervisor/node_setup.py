@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -25,6 +24,7 @@ from clusterddp.history.beginnings import Staged, Unstaged
 from clusterddp.history.event import Event
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.program import expand_variables
 from clusterddp.process import module_command
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.files import create_file
@@ -50,7 +50,7 @@ class NodeSetup:
         #: Where the nodes get which environment, or why they do not.
         self._stage, self._packed, self._not_staged = _to_stage(run, job, environ)
         self._began = time.monotonic()
-        self._told = job.stage is None
+        self._stage_recorded = job.stage is None
 
     def pending(self, placement: Placement) -> tuple[str, ...]:
         """The nodes that still need it, spares included."""
@@ -102,11 +102,11 @@ class NodeSetup:
             return ranks
         return [str(copy_of(self._packed, Path(self._stage)) / self._packed.python), *ranks[1:]]
 
-    def tell(self, record: Callable[[Event], object]) -> None:
+    def record_stage(self, record: Callable[[Event], object]) -> None:
         """Records whether the ranks use a copy of their environment, once."""
-        if self._told:
+        if self._stage_recorded:
             return
-        self._told = True
+        self._stage_recorded = True
         if self._packed is None:
             record(Unstaged(why=self._not_staged))
         elif without := self._without_copy():
@@ -134,14 +134,7 @@ class NodeSetup:
 
 def _to_stage(run: RunDirectory, job: Job, environ: Mapping[str, str]) -> tuple[str, Packed | None, str]:
     """The folder on the nodes and the environment to copy there, or without one, why not."""
-    stage, unknown = job.stage or "", list[str]()
-
-    def value(match: re.Match[str]) -> str:
-        if (name := match[1] or match[2]) not in environ:
-            unknown.append(name)
-        return environ.get(name, "")
-
-    stage = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, stage)
+    stage, unknown = expand_variables(job.stage or "", environ)
     if job.stage is None or unknown:
         return stage, None, f"stage: {job.stage} is no folder of this job, because ${' and $'.join(unknown)} is not set"
     if not stage.startswith("/"):

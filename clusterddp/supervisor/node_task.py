@@ -52,7 +52,7 @@ class NodeReport:
 
 
 def set_up(plan: Plan, node: str) -> NodeReport:
-    """Carries out the plan on this node. What the lines print goes to standard error, each line with the node's
+    """Runs the plan's shell lines on this node. What they print goes to standard error, each line with the node's
     name."""
     if not plan.lines:
         return NodeReport(node)
