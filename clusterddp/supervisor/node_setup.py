@@ -123,7 +123,7 @@ class NodeSetup:
     def _failure(self, failed: Sequence[NodeReport]) -> LaunchFailure:
         """The first one, as long as others passed a failure of its node."""
         first, others = failed[0], [report.node for report in failed[1:]]
-        said = f". Its last line: {first.output}" if first.output else ""
+        said = f". Its last line: {first.output}" if first.output else " and printed nothing"
         more = f". It failed on {_named(others)}, too" if others else ""
         suspect = first.node if len(failed) < len(self._asked) else ""
         tail = self._log.read_text(errors="replace").splitlines()
