@@ -65,6 +65,11 @@ class Notice:
     allocated: Allocated | None = None
     nodes: frozenset[str] | None = None
 
+    @property
+    def limit_s(self) -> float | None:
+        """The time limit that Slurm gave the job, in seconds. None if unknown."""
+        return None if self.end_time is None or self.allocated is None else self.end_time - self.allocated.begun
+
 
 #: What a rank reports over the control channel, or the server about its connection. Events are recorded in the history.
 Report = reports.Report | Joined | HistoryEvent
@@ -460,9 +465,10 @@ class State:
     @property
     def stop_margin_s(self) -> float:
         """How many seconds before the time limit to stop: as requested, more if saves are slow, less if the limit is
-        short. A save may take three times as long as the last one on a shared disk."""
+        short, as with ``time_min``. A save may take three times as long as the last one on a shared disk."""
         wanted = max(self.job.timeouts.notice_s, 10.0 + 3.0 * self.last_save_s)
-        return wanted if self.job.time_s is None else min(wanted, self.job.time_s / 4)
+        limits = [limit for limit in (self.job.time_s, self.notice.limit_s) if limit is not None]
+        return min([wanted, *(limit / 4 for limit in limits)])
 
     @property
     def notice_ends(self) -> float:

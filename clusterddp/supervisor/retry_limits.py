@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 
-from clusterddp.history.beginnings import Started, Training
+from clusterddp.history.beginnings import Phase, Started, Training
 from clusterddp.history.checkpoints import Checkpoint, SavedItself
 from clusterddp.history.ends import Continues, Restarted, Resubmitted
 from clusterddp.history.event import Event
 from clusterddp.history.stops import Requested
-from clusterddp.history.view import RunView
+from clusterddp.history.view import AttemptView, RunView
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.slurm_kinds import time_text
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor.attempt_progress import LONG_S, PROGRESS_S, new_checkpoints
+from clusterddp.supervisor.attempt_progress import LONG_S, PROGRESS_S, STEPPED, new_checkpoints
 
 #: After this many consecutive attempts that end at their time limit, or by a transient failure, without a new
 #: checkpoint, the run fails: the next attempt would not get further.
@@ -29,13 +30,21 @@ def exceeded(job: Job, history: RunView, now: float) -> str | None:
             f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used. Raise it with --change --set "
             "limits.gpu_hours=N"
         )
-    if _fruitless(job, history) >= FRUITLESS:
-        *_, newest = history
-        failed = isinstance(newest, Restarted) or _cause(newest) == Cause.NODES_BUSY.value
-        ended, remedy = ("failed", "") if failed else ("reached their time limit", ". Request more time")
-        which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
-        return f"{FRUITLESS} consecutive attempts {ended} without saving a new checkpoint{which}{remedy}"
-    return None
+    fruitless = _fruitless(job, history)
+    if len(fruitless) < FRUITLESS:
+        return None
+    *_, newest = history
+    which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
+    if isinstance(newest, Restarted) or _cause(newest) == Cause.NODES_BUSY.value:
+        return f"{FRUITLESS} consecutive attempts failed without saving a new checkpoint{which}"
+    ended = f"{FRUITLESS} consecutive attempts reached their time limit without saving a new checkpoint{which}"
+    if not any(attempt.has(*STEPPED) for attempt in fruitless):
+        ended = f"{FRUITLESS} consecutive attempts reached their time limit before their first step"
+    if job.time_min_s is None:
+        return f"{ended}. Request more time"
+    return (
+        f"{ended}. `time_min` ({time_text(job.time_min_s)}) allows such limits. Raise it with --change --set time_min=T"
+    )
 
 
 def gpu_hours_end(job: Job, history: RunView, began: float, idle_nodes: int = 0) -> float:
@@ -70,27 +79,43 @@ def _gpus(job: Job, ranks: int, idle_nodes: int) -> int:
     return (ranks + idle_nodes * job.ranks_per_node) * (job.gpus_per_rank if job.device == "cuda" else 1)
 
 
-def _fruitless(job: Job, history: RunView) -> int:
-    """How many consecutive attempts, up to the newest, failed or reached their time limit without a new checkpoint.
+def _fruitless(job: Job, history: RunView) -> list[AttemptView]:
+    """The consecutive attempts, up to the newest, that failed or reached their time limit without a new checkpoint.
 
-    A script whose checkpoints are unknown may save on its own: then attempts that reached their time limit do not
-    count, nor do long ones. One that reached it in less than a minute does: the limit leaves no time to train.
+    A script whose checkpoints are unknown may save on its own: then attempts that reached their time limit count only
+    if it certainly had no time to train, and long ones that failed do not.
     """
     needs_own = job.resume is not None and bool(job.resume.args or job.resume.replace)
     saves_alone = any(event.log is not None for event in history.all(Training))
     known = history.has(SavedItself) or (not saves_alone and any(event.at_step is not None for event in history))
-    count, records = 0, needs_own or known
+    found, records = list[AttemptView](), needs_own or known
     for attempt in reversed(history.with_ranks):
         failed, timed = any(map(_failed, attempt)), any(map(_timed, attempt))
-        if not records and attempt.lasted_s >= LONG_S:
+        without_step = timed and _without_step(job, attempt)
+        if not records and not without_step and attempt.lasted_s >= LONG_S:
             break
         if new_checkpoints(attempt) or attempt.has(Checkpoint):
             break
-        timed_without_save = timed and (records or attempt.lasted_s < PROGRESS_S)
-        if not failed and not timed_without_save:
+        if not failed and not without_step and not (timed and records):
             break
-        count += 1
-    return count
+        found.append(attempt)
+    return found
+
+
+def _without_step(job: Job, attempt: AttemptView) -> bool:
+    """Whether an attempt that reached its time limit made no step, as where ``time_min`` is shorter than a start.
+
+    Steps of a script without torch are not seen, nor are any with ``steps: off``. It may have trained if it ran for a
+    while.
+    """
+    phases = {event.phase for event in attempt.all(Phase)}
+    if not phases:  # the script was not started
+        return True
+    if attempt.has(*STEPPED):
+        return False
+    if job.see_steps and "rendezvous" in phases:  # it has called clusterddp.init()
+        return True
+    return attempt.lasted_s < (LONG_S if job.see_steps else PROGRESS_S)
 
 
 def _failed(event: Event) -> bool:

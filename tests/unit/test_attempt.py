@@ -1705,6 +1705,7 @@ def history(*attempts_: tuple[str, bool]) -> list[dict[str, Any]]:
     for number, (cause, saved) in enumerate(attempts_):
         start = 3600.0 * number
         events.append({"event": "started", "attempt": number, "time": start, "ranks": 2})
+        events.append({"event": "phase", "attempt": number, "time": start + 60, "phase": "importing"})
         if saved:
             events.append({"event": "checkpoint", "attempt": number, "time": start + 1800, "step": number})
         events.append({"event": "requeued", "attempt": number, "time": start + 3600, "cause": cause})
@@ -1760,21 +1761,47 @@ def test_long_attempts_of_a_script_that_records_no_steps_are_not_fruitless() -> 
     assert "3 consecutive attempts failed" in (exceeded(JOB, view(recorded), now=1e6) or "")
 
 
-@pytest.mark.parametrize(("seconds", "ends"), [(12.0, True), (90.0, False)])
-def test_a_time_limit_that_leaves_no_time_to_train_ends_the_run(seconds: float, ends: bool) -> None:
-    """An administrator lowered it below the notice, so that no attempt records a step: it would be requeued forever."""
+@pytest.mark.parametrize(
+    ("seconds", "phases", "steps_seen", "values", "ends"),
+    [
+        (12.0, ["importing"], False, {}, True),
+        (5000.0, [], False, {}, True),  # torch is still being imported, or nodes are set up
+        (5000.0, ["importing", "rendezvous"], False, {}, True),
+        (90.0, ["importing"], False, {}, True),
+        (700.0, ["importing"], False, {}, False),
+        (90.0, ["importing"], True, {}, False),
+        (12.0, ["importing"], False, {"see_steps": False}, True),
+        (90.0, ["importing"], False, {"see_steps": False}, False),
+    ],
+)
+def test_a_time_limit_that_leaves_no_time_for_a_step_ends_the_run(
+    seconds: float, phases: list[str], steps_seen: bool, values: dict[str, Any], ends: bool
+) -> None:
+    """Else it would be requeued forever. `time_min` may be shorter than a start, or an administrator lowered the limit.
+    A script whose steps nobody sees may have trained."""
     events = [
-        {"event": event, "attempt": number, "time": 200.0 * number + at, **values}
+        {"event": event, "attempt": number, "time": 1e4 * number + at, **more}
         for number in range(3)
-        for event, at, values in (("started", 0.0, {}), ("requeued", seconds, {"cause": LIMIT}))
+        for event, at, more in (
+            ("started", 0.0, {}),
+            *(("phase", 1.0, {"phase": phase}) for phase in phases),
+            *([("steps_seen", 2.0, {})] if steps_seen else []),
+            ("requeued", seconds, {"cause": LIMIT}),
+        )
     ]
-    assert (exceeded(JOB, view(events), now=1e6) is not None) == ends
+    job = dataclasses.replace(JOB, **values)
+    found = exceeded(job, view(events), now=1e6)
+    assert (found is not None) == ends
+    assert exceeded(job, view(events[: -len(events) // 3]), now=1e6) is None
+    if ends:
+        shortest = dataclasses.replace(job, time_min_s=120)
+        assert "`time_min` (0-00:02:00)" in (exceeded(shortest, view(events), now=1e6) or "")
 
 
 def test_each_attempt_counts_with_the_ranks_that_it_had() -> None:
     """An hour with 2 ranks, then one with 4."""
     events = history((LIMIT, True), (LIMIT, True))
-    events[0]["ranks"], events[3]["ranks"] = 2, 4
+    events[0]["ranks"], events[4]["ranks"] = 2, 4
     for hours, ended in ((6, True), (6.1, False)):
         job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
         assert (exceeded(job, view(events), now=events[-1]["time"]) is not None) == ended

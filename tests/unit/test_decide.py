@@ -552,14 +552,23 @@ def test_the_ranks_are_told_as_soon_as_the_gpu_hours_are_used_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("time_s", "last_save_s", "margin"), [(None, 0.0, 120), (86400, 100.0, 310), (120, 0.0, 30), (120, 100.0, 30)]
+    ("time_s", "given_s", "last_save_s", "margin"),
+    [
+        (None, None, 0.0, 120),
+        (86400, None, 100.0, 310),
+        (120, None, 0.0, 30),
+        (120, None, 100.0, 30),
+        (86400, 120, 0.0, 30),  # time_min
+    ],
 )
 def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
-    time_s: int | None, last_save_s: float, margin: float
+    time_s: int | None, given_s: int | None, last_save_s: float, margin: float
 ) -> None:
     """Three times the last save and ten seconds, at least as asked for, at most a quarter of the limit."""
     job = Job(name="x", module="x", time_s=time_s, timeouts=Timeouts(notice_s=120))
-    assert State(job, last_save_s=last_save_s).stop_margin_s == margin
+    begun = Allocated(time=NOW, attempt=0, begun=NOW)
+    notice = Notice(None) if given_s is None else Notice(NOW + given_s, allocated=begun)
+    assert State(job, last_save_s=last_save_s, notice=notice).stop_margin_s == margin
 
 
 # ---- the controller, newer attempts
