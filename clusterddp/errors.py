@@ -71,6 +71,10 @@ class LauncherEnvironmentError(ClusterddpError):
     """The environment variables that a launcher sets are missing or contradict each other."""
 
 
+class InterfaceMissing(LauncherEnvironmentError):
+    """The node does not have the network of the key ``interface``, but others may."""
+
+
 class PreflightError(ClusterddpError):
     """A check before training (``preflight: true``) failed. The run is retried, without a node that fails twice."""
 

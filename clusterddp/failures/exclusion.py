@@ -83,7 +83,7 @@ def failures(history: Events, node: str, now: float) -> list[NodeFailure]:
 
 
 def failed(history: Events, now: float) -> list[str]:
-    """The nodes that failed often enough to be excluded, or that lack GPUs.
+    """The nodes that failed often enough to be excluded, or that lack GPUs or a network.
 
     Each failure of a node cancels the same failure of another one, because a script fails on any node.
     """
@@ -101,15 +101,22 @@ def _unusable(failed: Sequence[NodeFailure], elsewhere: Counter[str | None]) -> 
             left[same] -= 1
         else:
             alone.add(event.attempt)
-    return len(alone) >= FAILURES or any(isinstance(event, RankFailed) and event.lacks_gpus for event in failed)
+    return len(alone) >= FAILURES or any(map(_unfit, failed))
+
+
+def _unfit(failure: NodeFailure) -> bool:
+    """Whether the node lacks what every attempt needs."""
+    if isinstance(failure, RankFailed):
+        return bool(failure.lacks_gpus or failure.lacks_interface)
+    return isinstance(failure, LaunchFailed) and bool(failure.lacks_interface)
 
 
 def kind(failure: NodeFailure) -> str | None:
     """Equal for failures that a script may cause on any node: the error without its numbers. None if the node itself
-    has failed: it was lost, its GPU's driver reported a fault, or it lacks GPUs."""
+    has failed: it was lost, its GPU's driver reported a fault, or it lacks GPUs or a network."""
     if isinstance(failure, Hung):
         return failure.name
-    if isinstance(failure, NodeLost) or (isinstance(failure, RankFailed) and (failure.fault or failure.lacks_gpus)):
+    if isinstance(failure, NodeLost) or _unfit(failure) or (isinstance(failure, RankFailed) and failure.fault):
         return None
     return re.sub(r"\d+", "0", what(failure))
 

@@ -114,12 +114,14 @@ MOST_LINES, LONGEST_LINE = 12, 400
 @dataclass(frozen=True)
 class LaunchFailure:
     """No rank was started. ``error``: why, in a sentence. ``lines``: what srun or the node's setup printed.
-    ``refused``: whether the same would probably happen again. ``node``: the one at fault, or empty."""
+    ``refused``: whether the same would probably happen again. ``node``: the one at fault, or empty.
+    ``lacks_interface``: it does not have the network of ``interface``."""
 
     error: str
     lines: tuple[str, ...]
     refused: bool
     node: str = ""
+    lacks_interface: bool = False
 
 
 def launch_failure(messages: str, what: str = "the ranks") -> LaunchFailure:

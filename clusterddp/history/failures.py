@@ -164,12 +164,14 @@ class NodeLost(Event):
 @dataclass(frozen=True, kw_only=True)
 class LaunchFailed(Event):
     """srun has started no rank, or `node_setup` failed on a node. `lines`: what they printed. `refused`: the same would
-    happen again. `suspect`: the node, if others passed"""
+    happen again. `suspect`: the node, if others passed. `lacks_interface`: the first node does not have the network of
+    `interface`"""
 
     error: str
     lines: Sequence[str]
     refused: bool
     suspect: str | None = None
+    lacks_interface: bool | None = None
 
     def sentence(self) -> str:
         return self.error
@@ -178,7 +180,7 @@ class LaunchFailed(Event):
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Event):
     """the first failure of the attempt. `raised`: its exception, line and step. `lacks_gpus`: the node has too few.
-    `fault`: the fault of its GPU that caused this"""
+    `lacks_interface`: it does not have the network of `interface`. `fault`: the fault of its GPU that caused this"""
 
     rank: int = field()
     host: str
@@ -188,6 +190,7 @@ class RankFailed(Event):
     since: float | None = None
     raised: str | None = None
     lacks_gpus: bool | None = None
+    lacks_interface: bool | None = None
     fault: str | None = None
 
     def sentence(self) -> str:

@@ -211,7 +211,7 @@ class Left:
     ``read_saved``: it is done without a step, after it had opened what the script saved at its last stop.
     ``without_torch``: the script did not import torch, so that no steps could be seen. ``final``: a restart would raise
     the exception again, as of a checkpoint that does not fit. ``lacks_gpus``: its node has fewer GPUs than its ranks
-    need.
+    need. ``lacks_interface``: its node does not have the network of ``interface``.
     """
 
     host: str
@@ -228,6 +228,7 @@ class Left:
     without_torch: bool = False
     final: bool = False
     lacks_gpus: bool = False
+    lacks_interface: bool = False
 
 
 Report: TypeAlias = (

@@ -27,7 +27,7 @@ def reached_at(environ: Mapping[str, str], interfaces: Sequence[str] = ()) -> st
     of the job.
 
     Empty if that is unknown, or the job has one node: what srun tells its tasks then has to do. Raises
-    LauncherEnvironmentError for ``interfaces`` that the node lacks.
+    InterfaceMissing for ``interfaces`` that the node lacks.
     """
     if interfaces:
         return chosen(interfaces)[1]

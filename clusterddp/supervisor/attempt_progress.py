@@ -29,7 +29,8 @@ class Progress:
     start. ``saved``: whether the script has written a new checkpoint. ``earlier``: whether an attempt before
     it made progress. ``last_failure``: the exception of the last attempt that failed, its line and step, as
     ``RankEnd.raised``. None if one has made progress since. ``quickly``: how many attempts in a row, up to the one
-    before, ended by this exception in less than LONG_S.
+    before, ended by this exception in less than LONG_S. ``started``: whether an attempt before it started the script,
+    so that all its ranks had connected.
     """
 
     steps: int | None = None
@@ -38,6 +39,7 @@ class Progress:
     last_failure: str | None = None
     saved: bool = False
     quickly: int = 0
+    started: bool = False
 
 
 def progress(history: RunView, attempt: int, reached: int | None, now: float, made: int | None = None) -> Progress:
@@ -61,6 +63,7 @@ def progress(history: RunView, attempt: int, reached: int | None, now: float, ma
         last,
         bool(new_checkpoints(own)),
         0 if last is None else _quickly(history, attempt, last),
+        any(before.has(Phase) for before in earlier),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from clusterddp.environment import RankEnvironment
-from clusterddp.errors import JobDefinitionError
+from clusterddp.errors import InterfaceMissing, JobDefinitionError
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.failures.placement import Placement
@@ -89,13 +89,17 @@ class SlurmLauncher:
     read_interval_s = 2.0
 
     def __init__(self, job: Job, placement: Placement = ALL_NODES, setup: NodeSetup | None = None) -> None:
-        """Raises LauncherEnvironmentError if this node lacks the job's ``interface``."""
         self._job, self._placement, self._setup = job, placement, setup
-        self._host = reached_at(os.environ, job.interface)
         self.failed: Callable[[int], object] = lambda _: None
         self.record: Callable[[Event], object] = lambda _: None
         self.pid: int | None = None
         self.failure: LaunchFailure | None = None
+        try:
+            self._host = reached_at(os.environ, job.interface)
+        except InterfaceMissing as error:  # no rank could reach the supervisor
+            node = os.environ.get("SLURMD_NODENAME", "")
+            self.failure = LaunchFailure(str(error), (), refused=True, node=node, lacks_interface=True)
+        self._srun: subprocess.Popen[bytes] | None = None
         #: Starts the ranks, once the setup of the nodes is done. None if there is none.
         self._start_ranks: Callable[[], None] | None = None
         #: Whether a signal came before that.
@@ -107,6 +111,8 @@ class SlurmLauncher:
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun, or the setup of the nodes. Messages of the ranks' srun go to ``logs/srun.err``."""
         self._messages = logs / "srun.err"
+        if self.failure is not None:
+            return
         if self._setup is not None and (nodes := self._setup.pending(self._placement)):
             self._start_ranks = partial(self._run_srun, command, environment, logs)
             self._srun = self._setup.start(nodes, logs / "nodes.err")
@@ -177,11 +183,12 @@ class SlurmLauncher:
         """Signals srun. Ranks that have not been started are not started any more."""
         with self._lock:
             self._stopped = True
-            self._srun.send_signal(signum)
+            if self._srun is not None:
+                self._srun.send_signal(signum)
 
     def _set_up(self, start_ranks: Callable[[], None]) -> bool:
         """Waits for the setup of the nodes, and starts the ranks after it. Returns whether it did."""
-        assert self._setup is not None
+        assert self._setup is not None and self._srun is not None
         self.failure = self._setup.finish(self._srun)
         with self._lock:
             if self.failure is None and not self._stopped:
@@ -195,10 +202,13 @@ class SlurmLauncher:
         If a task cannot be launched, the others are killed. srun reports such a task, but waits for the others, which
         wait for that task (seen on 22.05.8 when a cable was cut in that second).
         """
+        if self.failure is not None:
+            return 1
         if self._start_ranks is not None and not self._set_up(self._start_ranks):
             return 1
         if self._setup is not None:
             self._setup.record_stage(self.record)
+        assert self._srun is not None
         known: set[int] = set()
         while True:
             try:

@@ -24,7 +24,7 @@ from typing import Any
 from clusterddp.checkpoint.store import of_run
 from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
-from clusterddp.errors import LauncherEnvironmentError, RunDirectoryError
+from clusterddp.errors import RunDirectoryError
 from clusterddp.failures.placement import Placement, as_placed, place
 from clusterddp.history.ends import Completed, Failed, RunEnd, marked
 from clusterddp.history.words import at_step
@@ -220,10 +220,7 @@ def supervise_one(
         threading.Thread(target=delete_old_logs, args=(run, job.keep_logs), daemon=True).start()
         placement = place(job, nodes_of(controller), run.history(), controller.describe(), time.time())
         job = as_placed(job, placement)
-        try:
-            ranks = launcher(job, placement)
-        except LauncherEnvironmentError as error:
-            return conclude(run, job, number, Failed, str(error))
+        ranks = launcher(job, placement)
         code = Attempt(run, job, number, ranks, controller, submission, placement).supervise()
     if me["kind"] == "local" and code != RESTART:
         with suppress(OSError):  # the next start on this machine sees that the process has ended

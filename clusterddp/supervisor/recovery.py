@@ -230,8 +230,11 @@ class Recovery:
         step = self._step_of(failure, verdict.others)
         if failure.end.of_launcher:
             lines, refused = tuple(failure.traceback.splitlines()), failure.end is End.REFUSED
-            suspect = failure.host if failure.host and self._controller.resubmits else None
-            self._history.add(LaunchFailed(error=failure.error, lines=lines, refused=refused, suspect=suspect))
+            suspect, lacks = failure.host if self._controller.resubmits else "", failure.lacks_interface or None
+            failed_launch = LaunchFailed(
+                error=failure.error, lines=lines, refused=refused, suspect=suspect or None, lacks_interface=lacks
+            )
+            self._history.add(failed_launch)
         elif self._state.hang is None:  # a hang is recorded already
             suspected = failure.of_the_node and self._controller.resubmits
             failed = RankFailed(
@@ -243,6 +246,7 @@ class Recovery:
                 suspect=self._state.node_of(failure.rank) if suspected else None,
                 fault=failure.fault or None,
                 lacks_gpus=failure.lacks_gpus or None,
+                lacks_interface=failure.lacks_interface or None,
                 raised=failure.raised,
             )
             self._history.add(failed)
@@ -274,15 +278,16 @@ class Recovery:
     def _restart(self, verdict: Verdict) -> int:
         """Restarts the ranks in place, as a new attempt of the same job, or continues the run in a new one.
 
-        If a node lacks GPUs and the run cannot leave it, the run stops.
+        If a node lacks GPUs, or a network, and the run cannot leave it, the run stops.
         """
-        lost = self._state.lost_nodes
+        lost, failure = self._state.lost_nodes, verdict.first_failure
         self._record_lost(lost)
         if self._bounded(Restarted, verdict):
             return verdict.exit_code
-        choice = self._choose_course(lost)
+        unfit_host = failure is not None and failure.end.of_launcher and failure.unfit_node  # wherever ranks move to
+        choice = Choice(Course.NEW_JOB) if unfit_host else self._choose_course(lost)
         leaves = verdict
-        if choice.course is Course.NEW_JOB and self._state.job.outlives_nodes:
+        if choice.why and choice.course is Course.NEW_JOB and self._state.job.outlives_nodes:
             leaves = replace(verdict, reason=f"{verdict.reason}. {choice.why[0].upper()}{choice.why[1:]}")
         if choice.course is Course.NEW_JOB and lost and not self._controller.starts_again:
             return self._stop(leaves)  # the rest of the allocation is too small for the ranks
@@ -298,12 +303,15 @@ class Recovery:
             excluded = self._choose_nodes(lost)
             if lost or self._state.placement.is_short(self._state.job) or self._state.wanted is Stop.DRAIN:
                 return self._resubmit(leaves, excluded.nodes or self._excluded(), node_lost=bool(lost))
-            if any(self._state.node_of(rank) in excluded.nodes for rank in range(self._job.world_size)):
+            used = {self._state.node_of(rank) for rank in range(self._job.world_size)}
+            if failure is not None and failure.end.of_launcher:
+                used.add(failure.host)  # the batch step's node, which may have no ranks
+            if not used.isdisjoint(excluded.nodes):
                 try:
                     return self._hand_over(leaves, self._submit(excluded.nodes))
                 except SlurmError as error:
                     self._history.add(NotExcluded(reason=f"a new job could not be submitted ({error})"))
-        if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
+        if failure is not None and failure.unfit_node:
             return self._stop(verdict)
         return self._restart_ranks(verdict)
 

@@ -99,6 +99,9 @@ class RankEnd:
     lacks_gpus: bool = False
     """Whether its node has fewer GPUs than its ranks need."""
 
+    lacks_interface: bool = False
+    """Whether its node does not have the network of ``interface``."""
+
     final: bool = False
     """Whether it raised an exception that a restart would raise again, as of a checkpoint that does not fit."""
 
@@ -144,6 +147,7 @@ class RankEnd:
             read_saved=record.read_saved,
             without_torch=record.without_torch,
             lacks_gpus=record.lacks_gpus,
+            lacks_interface=record.lacks_interface,
             final=record.final,
         )
 
@@ -176,9 +180,14 @@ class RankEnd:
         return self.end in (End.LOST, End.SILENT, End.UNREACHABLE, End.HUNG, End.EARLY, End.DISMISSED, End.UNLAUNCHED)
 
     @property
+    def unfit_node(self) -> bool:
+        """Whether its node lacks what every attempt needs."""
+        return self.lacks_gpus or self.lacks_interface
+
+    @property
     def of_the_node(self) -> bool:
         """Whether the failure may be the node's, rather than the script's or a peer's."""
-        if self.fault:
+        if self.fault or self.lacks_interface:
             return True
         if self.known is not None:
             return self.known.blame in (Blame.NODE, Blame.NETWORK)
@@ -197,7 +206,8 @@ class RankEnd:
     def of_launch(cls, failure: LaunchFailure, at: float = math.inf) -> RankEnd:
         """In place of the ends of all ranks, if none was started."""
         end = End.REFUSED if failure.refused else End.UNLAUNCHED
-        return cls(0, failure.node, end, at, error=failure.error, traceback="\n".join(failure.lines))
+        lines, lacks = "\n".join(failure.lines), failure.lacks_interface
+        return cls(0, failure.node, end, at, error=failure.error, traceback=lines, lacks_interface=lacks)
 
     @property
     def lost_peer(self) -> bool:
@@ -431,6 +441,8 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     """
     if failure.final or (failure.lacks_gpus and not progress.earlier):  # the job asks for too many
         return False, ""
+    if failure.lacks_interface:  # without an attempt whose nodes had it, probably none has
+        return progress.started, ""
     if failure.may_pass or (failure.end is End.REFUSED and progress.earlier):  # it has worked with these options
         return True, ""
     if failure.end not in (End.EXCEPTION, End.EXIT, End.DIED):

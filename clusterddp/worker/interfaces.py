@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.errors import InterfaceMissing
 
 #: IPv6 addresses: the address in hexadecimal, its interface last.
 _IPV6 = Path("/proc/net/if_inet6")
@@ -33,16 +33,16 @@ def interface_of(address: str) -> str | None:
 
 
 def chosen(interfaces: Sequence[str]) -> tuple[str, str]:
-    """The first of the interfaces that this node has, and its address. Raises LauncherEnvironmentError if it has none
-    of them, or if that one has no address."""
+    """The first of the interfaces that this node has, and its address. Raises InterfaceMissing if it has none of them,
+    or if that one has no address."""
     there = names()
     if (found := next((name for name in interfaces if name in there), None)) is None:
-        raise LauncherEnvironmentError(
+        raise InterfaceMissing(
             f"interface: {socket.gethostname()} has no {' or '.join(interfaces)}. It has {', '.join(there)}. Change "
             "the key, which takes a list for nodes that differ, or exclude the node"
         )
     if not (addresses := addresses_of(found)):
-        raise LauncherEnvironmentError(f"interface: {found} has no address on {socket.gethostname()}")
+        raise InterfaceMissing(f"interface: {found} has no address on {socket.gethostname()}")
     return found, addresses[0]
 
 

@@ -34,6 +34,7 @@ from clusterddp.errors import (
     ClusterddpError,
     Declined,
     DeviceError,
+    InterfaceMissing,
     LastSaveFailed,
     LauncherEnvironmentError,
     RunDirectoryError,
@@ -112,7 +113,7 @@ def main() -> None:
         end.exit(left(End.STOPPED, reason="stop signal before the script started"), 0)
     try:
         named_interface()
-    except LauncherEnvironmentError as error:
+    except InterfaceMissing as error:
         end.exit(_raised(error), 1)
     try:
         held_port = join(ranks)
@@ -519,6 +520,7 @@ def _raised(error: BaseException) -> Left:
         error=_short(message, LONGEST_ERROR),
         traceback=_short(text, LONGEST_TRACEBACK),
         lacks_gpus=isinstance(error, DeviceError) and error.lacks_gpus,
+        lacks_interface=isinstance(error, InterfaceMissing),
         final=isinstance(error, (CheckpointMismatch, LastSaveFailed)),
     )
 
@@ -628,8 +630,8 @@ def _bind(port: int) -> socket.socket:
 
 
 def named_interface() -> str | None:
-    """The interface that the key ``interface`` names on this node. Raises LauncherEnvironmentError if it has none of
-    them, which comes before the supervisor is unreachable."""
+    """The interface that the key ``interface`` names on this node. Raises InterfaceMissing if it has none of them,
+    which comes before the supervisor is unreachable."""
     wanted = os.environ.get(protocol.INTERFACE)
     return interfaces.chosen(wanted.split(","))[0] if wanted else None
 

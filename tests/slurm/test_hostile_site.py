@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.conftest import Clusters
-from tests.trainings import Training
+from tests.trainings import Training, events_of
 from tests.waiting import story, wait_for_outcome
 
 #: Where the ranks of the first attempt wait for a preemption, and the end.
@@ -109,25 +110,61 @@ def test_a_run_of_two_nodes_is_preempted_and_completes(
         assert (logs / f"rank-{rank}.out").read_text().split() == [node, network(cluster.nodes[0]), "hello"]
 
 
+@contextmanager
+def without_interface(cluster: Cluster, node: str) -> Iterator[None]:
+    """The node has no ib0 meanwhile."""
+    cluster.in_network(node, ["ip", "link", "set", "ib0", "down", "name", "ib1"])
+    try:
+        yield
+    finally:
+        cluster.in_network(node, ["ip", "link", "set", "ib1", "name", "ib0", "up"])
+    address = f"{cluster.rank_address(node)}/25"
+    assert address in cluster.in_network(node, ["ip", "addr", "show", "dev", "ib0"]).stdout
+
+
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.product), 1])
-def test_a_node_without_the_ranks_interface_ends_the_run(
+def test_a_node_without_the_ranks_interface_ends_a_run_that_has_not_started(
     number: int, clusters: Clusters, runs_on: Callable[[Cluster], Path]
 ) -> None:
     """The batch step's node cannot tell the others its address, and another one cannot reach that. It is named."""
     cluster = site(EVERYTHING, clusters)
     node, folder = cluster.nodes[number], runs_on(cluster)
     run = RunDirectory(folder / "run")
-    cluster.in_network(node, ["ip", "link", "set", "ib0", "down", "name", "ib1"])
-    try:
+    with without_interface(cluster, node):
         job = submit(cluster, EVERYTHING, run, folder / "counted")
         assert wait_for_outcome(run) == "failed", story(run)
         cluster.wait_job(job, {"FAILED"})  # and holds no node
-    finally:
-        address = f"{cluster.rank_address(node)}/25"
-        cluster.in_network(node, ["ip", "link", "set", "ib1", "name", "ib0", "up"])
     assert f"{node} has no ib0" in (run.outcome() or {})["reason"], story(run)
     assert len(run.attempts()) == 1
-    assert address in cluster.in_network(node, ["ip", "addr", "show", "dev", "ib0"]).stdout
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_run_leaves_a_node_that_has_lost_the_ranks_interface_or_stops(
+    nodes: int, number: int, clusters: Clusters, runs_on: Callable[[Cluster], Path]
+) -> None:
+    """As it leaves one that fails, at once: the batch step's node, or another one. Without a third node, it stops, and
+    continues by its user's submission."""
+    obstacle = OBSTACLES["a network for ranks"]
+    cluster = site(replace(obstacle, cluster={**obstacle.cluster, "nodes": nodes}), clusters)
+    node, folder = cluster.nodes[number], runs_on(cluster)
+    training, counted = Training(cluster, folder, RunDirectory(folder / "run")), folder / "counted"
+    training.job_id = submit(cluster, obstacle, training.run, counted)
+    training.wait(lambda: counted.exists() and counted.read_text() == str(STOP), f"step {STOP}")
+    with without_interface(cluster, node):
+        training.preempt()
+        if nodes == 3:
+            assert training.finish() == "completed", story(training.run)
+            (excluded,) = events_of(training.run, "excluded")
+            assert excluded["nodes"] == [node], story(training.run)
+            return
+        training.wait(lambda: events_of(training.run, "stopped"), "the run to stop")
+        (stopped,) = events_of(training.run, "stopped")
+        assert f"{node} has no ib0" in stopped["reason"], story(training.run)
+        cluster.wait_job(training.job_id, {"COMPLETED"})
+    submit(cluster, obstacle, training.run, counted)
+    assert training.finish() == "completed", story(training.run)
 
 
 @pytest.mark.product

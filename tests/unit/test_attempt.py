@@ -1696,6 +1696,43 @@ def test_a_run_whose_node_has_lost_a_gpu_continues_without_that_node_or_stops(
     assert "the ranks on node n1 need 8 GPUs, but Slurm gave 7" in own[-1]["reason"]
 
 
+@pytest.mark.parametrize("where", ["the batch step's node", "a rank's node"])
+@pytest.mark.parametrize(
+    ("earlier", "nodes", "ends", "asked"),
+    [
+        (True, ["n1", "n2", "n3"], ["excluded", "resubmitted"], ["resubmit n1"]),
+        (True, ["n1"], ["not_excluded", "stopped"], []),
+        (False, ["n1", "n2", "n3"], ["failed"], []),
+    ],
+)
+def test_a_run_whose_node_lacks_the_interface_continues_without_that_node_or_stops(
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    earlier: bool,
+    nodes: list[str],
+    ends: list[str],
+    asked: list[str],
+) -> None:
+    """If no attempt has started the script, all nodes probably lack it."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    job = dataclasses.replace(JOB, interface=("ib99",))
+    if earlier:
+        for event in ({"event": "started"}, {"event": "phase", "phase": "importing"}, {"event": "requeued"}):
+            happened(run, {"time": time.time(), "attempt": 0, **event})
+    controller = FakeController(Cause.NONE)
+    controller.nodes = nodes
+    lacking = {"end": "exception", "error": "InterfaceMissing: interface: n1 has no ib99", "lacks_interface": True}
+    ranks = FakeRanks(run, lacking) if where == "a rank's node" else SlurmLauncher(job)
+    number = run.create_attempt()
+    Attempt(run, job, number, ranks, controller).supervise()
+    own = [event for event in run.events() if event["attempt"] == number][-len(ends) - 1 :]
+    assert [event["event"] for event in own[1:]] == ends
+    assert own[0]["suspect"] == "n1" and own[0]["lacks_interface"]
+    assert controller.asked == asked and (run.outcome() is None) == earlier
+    assert "has no ib99" in own[-1]["reason"]
+
+
 # ---- limits
 
 
