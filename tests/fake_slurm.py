@@ -12,6 +12,7 @@ import pytest
 from clusterddp.errors import SlurmError
 from clusterddp.failures.exit_status import ExitStatus, LaunchFailure
 from clusterddp.failures.placement import JobStart
+from clusterddp.rundir.claims import JobClaim
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands
@@ -129,8 +130,8 @@ class FakeController:
         self.asked: list[str] = []
         self.connected_to: list[str] = []
 
-    def holder(self) -> dict[str, Any]:
-        return {"kind": "slurm", "job": "41"}
+    def holder(self) -> JobClaim:
+        return JobClaim("41")
 
     def submitted_at(self) -> float | None:
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.claims import write_claim
+from clusterddp.rundir.claims import Claim, JobClaim, write_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.histories import whole
 
@@ -63,6 +63,11 @@ def steps(numbers: Iterable[int], attempt: int = 0, pace_s: float = 0.5, **value
     return [{"step": step, "time": BEGAN + pace_s * step, "attempt": attempt, **values} for step in numbers]
 
 
-def of_job(job: str = "41") -> dict[str, Any]:
+def of_job(job: str = "41") -> JobClaim:
     """The claim of a Slurm job."""
-    return {"kind": "slurm", "job": job}
+    return JobClaim(job)
+
+
+def jobs_of(claims: Iterable[Claim | None]) -> list[str]:
+    """The jobs that these claims name."""
+    return [claim.job for claim in claims if isinstance(claim, JobClaim)]

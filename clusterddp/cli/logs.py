@@ -20,7 +20,7 @@ from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.history.failures import LaunchFailed
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, in_one_line, is_unread, printable, put, say, show
-from clusterddp.rundir.claims import taken_over, waiting_claim
+from clusterddp.rundir.claims import JobClaim, taken_over, waiting_claim
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.job_log import job_log
 from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
@@ -403,10 +403,12 @@ def _show_job_log(run: RunDirectory) -> bool:
         claim = waiting_claim(run, run.attempts())
     except PermissionError:  # another user's run
         return False
-    log = job_log(run, str((claim or {}).get("job")))
-    if claim is None or not log.is_file() or not log.stat().st_size or taken_over(run, claim):
+    if not isinstance(claim, JobClaim):
         return False
-    show(f"job {claim['job']} has not started its supervisor yet, or ended before it could. See the job's log: {log}")
+    log = job_log(run, claim.job)
+    if not log.is_file() or not log.stat().st_size or taken_over(run, claim):
+        return False
+    show(f"job {claim.job} has not started its supervisor yet, or ended before it could. See the job's log: {log}")
     if run.attempts():
         return False
     put(end_of_file(log).rstrip())

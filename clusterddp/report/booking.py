@@ -38,6 +38,7 @@ from clusterddp.history.steps import Evaluated, Stalled, StepsSeen
 from clusterddp.history.stops import Finishing, Stopping
 from clusterddp.history.view import AttemptView, RunView
 from clusterddp.history.words import BY_SLURM, PHASES, RUN_ENDS
+from clusterddp.rundir.claims import JobClaim
 from clusterddp.rundir.schemas import is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -159,7 +160,7 @@ def book(
 
 def book_run(summary: Summary, state: RunState, history: RunView, now: float, waited: Iterable[Wait] = ()) -> Booking:
     """``book`` for a run as ``list`` knows it."""
-    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
+    claimed = [claim.time for claim in summary.claims if isinstance(claim, JobClaim) and claim.time is not None]
     step = summary.metrics.get("time")
     limited = state.word == "pending" and state.job is not None and state.job.reason == "JobArrayTaskLimit"
     word = "limited" if limited else state.word

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from clusterddp.rundir.claims import taken_over
+from clusterddp.rundir.claims import Claim, JobClaim, taken_over
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -34,19 +32,21 @@ class EarlyEnd:
     lines: tuple[str, ...]
 
 
-def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) -> EarlyEnd | None:
+def early_end(run: RunDirectory, claim: Claim | None, state: str | None) -> EarlyEnd | None:
     """How a job ended that never started the supervisor. None if it did, or was ended from outside.
 
     ``claim``: the newest of the run, which is that of a submission until the supervisor has taken it over. ``state``:
     how the job ended, None if Slurm has forgotten it.
     """
-    if "time" not in claim or state not in (None, *ENDED_BY_ITSELF) or taken_over(run, claim):
+    if not isinstance(claim, JobClaim) or claim.time is None:  # no submission's
         return None
-    log = job_log(run, claim["job"])
+    if state not in (None, *ENDED_BY_ITSELF) or taken_over(run, claim):
+        return None
+    log = job_log(run, claim.job)
     lines = _last_lines(log)
     if state is None and not lines:
         return None
-    ended = f"job {claim['job']} ended{f' ({state})' if state else ''} before it started the supervisor"
+    ended = f"job {claim.job} ended{f' ({state})' if state else ''} before it started the supervisor"
     if lines:
         return EarlyEnd(f"{ended}: {lines[-1]}", lines)
     return EarlyEnd(f"{ended}, and wrote no log. Check that its nodes can access {run}", ())

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from clusterddp.history.steps import Progress, Result, StepsSeen
 from clusterddp.history.view import AttemptView, RunView
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM
 from clusterddp.rundir import json_lines, metrics_lines, schemas
-from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
+from clusterddp.rundir.claims import Claim, JobClaim, ProcessClaim, is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.files import names_in, status
 from clusterddp.rundir.progress import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
@@ -101,10 +101,10 @@ class Summary:
     redone: int | None = None
     """How many steps the newest attempt repeated, at least, because the script did not read its own checkpoint; None if
     it did."""
-    claims: tuple[Mapping[str, Any], ...] = ()
-    """Who may train the run, the newest claim first (``rundir/ownership.py``); empty if it is free. That of the loop of
-    a local run, which also holds it between two attempts, has "loop"."""
-    released: Mapping[str, Any] | None = None
+    claims: tuple[Claim, ...] = ()
+    """Who may train the run, the newest claim first (``rundir/claims.py``); empty if it is free. The loop of a local
+    run also holds it between two attempts."""
+    released: JobClaim | None = None
     """The claim of the job that has released the run last, unless the run has been claimed since. It may still submit
     the next job."""
     begun: bool = False
@@ -132,9 +132,10 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
     step = _step(outcome, metrics, history)
     made, seconds = _made(run, history) if step is None else (None, seconds)
     found, readable = _claims(run, problems) if outcome is None else ((), True)
-    claims = tuple(claim for claim in found if not claim.get("let_go"))
-    released = next((claim for claim in found if claim["kind"] == "slurm"), None) if not claims else None
-    newest = claims[0] if claims else {}
+    claims = tuple(claim for claim in found if not claim.let_go)
+    released = next((claim for claim in found if isinstance(claim, JobClaim)), None) if not claims else None
+    newest = claims[0] if claims else None
+    newest_job = newest.job if isinstance(newest, JobClaim) else None
     in_sweep = os.path.lexists(run.path.parent / SWEEP_FILE)
     return Summary(
         run=run,
@@ -151,15 +152,15 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         saved=history.saved,
         started=history.first_time or _changed(run.job_file),
         updated=max(history.last_time, metrics["time"] if has_time(metrics) else 0.0) or _changed(run.job_file),
-        job_id=newest.get("job") or history.job_id,
-        local=newest.get("kind", "local" if history.local else "slurm") == "local",
+        job_id=newest_job or history.job_id,
+        local=history.local if newest is None else isinstance(newest, ProcessClaim),
         nodes=history.nodes,
         seconds_per_step=seconds,
         made=made,
         redone=history.redone,
         claims=claims if readable else history.claims(),
         released=released,
-        begun="job" in newest and newest["job"] == history.started_job,
+        begun=newest_job is not None and newest_job == history.started_job,
         readable=readable,
         error=problems[0] if problems else None,
     )
@@ -202,9 +203,9 @@ class _History:
         jobs = [event.job for event in events if isinstance(event, (Submitted, Started, Resubmitted))]
         self.job_id = next((job for job in reversed(jobs) if is_job_id(job)), None)
 
-    def claims(self) -> tuple[Mapping[str, Any], ...]:
+    def claims(self) -> tuple[Claim, ...]:
         """The claim of the newest job, where the claims themselves cannot be read."""
-        return ({"kind": "slurm", "job": self.job_id},) if self.job_id else ()
+        return (JobClaim(self.job_id),) if self.job_id else ()
 
 
 def _redone(own: AttemptView) -> int | None:
@@ -297,27 +298,29 @@ def _made(run: RunDirectory, history: _History) -> tuple[int | None, float | Non
     return newest.made, (newest.end - newest.begin) / steps if steps else None
 
 
-def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, Any], ...], bool]:
+def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Claim, ...], bool]:
     """Who may train the run or has released it, the newest claim first, and whether that could be read."""
     names = _names_in(run.private)
     if names is None:
         return (), False
     numbers = sorted((int(name[8:]) for name in names if re.fullmatch(r"attempt-\d{1,18}", name)), reverse=True)
-    found: list[Mapping[str, Any]] = []
+    found: list[Claim] = []
     seen: list[int] = []
     for number in numbers[:2]:  # one that is just being claimed has no record yet
-        if claim := _tried(partial(read_claim, run.holder_file(number), run), problems):
-            found, seen = [claim], [number]
+        holder: Claim | None = _tried(partial(read_claim, run.holder_file(number), run), problems)
+        if holder is not None:
+            found, seen = [holder], [number]
             break
-    if "submitted.json" in names and (claim := _tried(partial(waiting_claim, run, seen), problems)):
-        found.insert(0, claim)
-    if "loop.json" in names and not any(claim["kind"] == "slurm" for claim in found):
+    if "submitted.json" in names:
+        waiting: Claim | None = _tried(partial(waiting_claim, run, seen), problems)
+        found = [waiting, *found] if waiting is not None else found
+    if "loop.json" in names and not any(isinstance(claim, JobClaim) for claim in found):
         loop = _tried(partial(read_claim, run.loop_file, run), problems)
-        found += [{**loop, "loop": True}] if loop else []
+        found += [replace(loop, loop=True)] if isinstance(loop, ProcessClaim) else []
     return tuple(found), True
 
 
-def _tried(read: Callable[[], _T | None], problems: list[str]) -> _T | None:
+def _tried(read: Callable[[], _T], problems: list[str]) -> _T | None:
     """The result of ``read``. None, and a line in ``problems``, if a record is damaged or cannot be read."""
     try:
         return read()

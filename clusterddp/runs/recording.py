@@ -6,7 +6,6 @@ With ``submit --fork``, a new run starts from a checkpoint of another run.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
 from clusterddp.errors import (
@@ -36,6 +35,7 @@ from clusterddp.jobdef.job import FUNCTION, Job, Keep
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.reporter import show
+from clusterddp.rundir.claims import Claim
 from clusterddp.rundir.deletion import delete_entry
 from clusterddp.rundir.files import (
     append_line,
@@ -158,25 +158,25 @@ def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
             raise UsageError(f"could not create {run}: {error.strerror}. Choose a different --run-dir") from error
 
 
-def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> None:
+def check_not_held(run: RunDirectory, me: Claim | None = None) -> None:
     """Refuses a run that a job or process other than ``me`` trains. A run has one job at a time."""
-    if held := slurm.patiently(partial(held_by_other, run, me)):
-        if "cannot be reached from here" in held:
+    if holder := slurm.patiently(partial(held_by_other, run, me)):
+        if not holder.reachable:
             remedy = (
                 "If that job or process has ended, continue the run with --take-over. If it is still training, "
                 "--take-over makes it exit"
             )
-        elif pending := re.fullmatch(r"held by job (\S+) \(PENDING\)", held):  # `stop` needs a running job
+        elif holder.job is not None and holder.job.state == "PENDING":  # `stop` needs a running job
             remedy = (
-                f"Follow it with `clusterddp wait --resubmit {run.quoted}`, or end the job with `scancel {pending[1]}` "
-                "and submit the run again"
+                f"Follow it with `clusterddp wait --resubmit {run.quoted}`, or end the job with "
+                f"`scancel {holder.job.job_id}` and submit the run again"
             )
         else:
             remedy = (
                 f"Follow it with `clusterddp wait --resubmit {run.quoted}`, or save and stop it with "
                 f"`clusterddp stop {run.quoted}` and submit it again"
             )
-        raise RunDirectoryError(f"{run} is {held}. {remedy}")
+        raise RunDirectoryError(f"{run} is {holder}. {remedy}")
 
 
 def check_not_submitted(run: RunDirectory) -> None:

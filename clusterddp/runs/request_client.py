@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
@@ -43,8 +43,9 @@ from clusterddp.messages.requests import (
     read_request,
     request_line,
 )
-from clusterddp.process import module_command, process_start, signal_ranks
+from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import show
+from clusterddp.rundir.claims import Claim, JobClaim, process_alive
 from clusterddp.rundir.control_address import Address, read_address
 from clusterddp.rundir.json_lines import read_backwards
 from clusterddp.rundir.ownership import hold_run
@@ -141,9 +142,9 @@ def check_trains(run: RunDirectory, asked: UserRequest | None = None) -> None:
         raise RunDirectoryError(
             f"{run} is waiting in the queue (job {job.job_id}, {job.reason}) and has no ranks yet{hold}"
         )
-    for entry in lease.holders(run):
-        if not lease.reachable(entry):
-            where = f"on {entry['host']}" if entry["kind"] == "local" else f"on cluster {entry.get('cluster')}"
+    for claim in lease.holders(run):
+        if not lease.reachable(claim):
+            where = f"on cluster {claim.cluster}" if isinstance(claim, JobClaim) else f"on {claim.host}"
             raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}. Run this command {where}")
     deadline = time.monotonic() + START_S
     try:
@@ -177,10 +178,10 @@ def waiting_job(run: RunDirectory, query_s: float = QUERY_S) -> JobInfo | None:
 
 
 def _live_job(run: RunDirectory) -> JobInfo | None:
-    for entry in lease.holders(run):
-        if entry["kind"] == "slurm" and lease.reachable(entry):
+    for claim in lease.holders(run):
+        if isinstance(claim, JobClaim) and lease.reachable(claim):
             try:
-                job = slurm.show_job(entry["job"])
+                job = slurm.show_job(claim.job)
             except SlurmError:
                 return None
             if job is not None and job.live:
@@ -321,39 +322,39 @@ def cancel_run(run: RunDirectory) -> dict[str, Any]:
 
 def begin(run: RunDirectory) -> None:
     """Marks the run as cancelled, and ends its job or processes."""
-    for entry in lease.holders(run):
-        if entry["kind"] == "slurm" and not lease.reachable(entry):
+    for claim in lease.holders(run):
+        if isinstance(claim, JobClaim) and not lease.reachable(claim):
             raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}. Cancel it on that cluster")
     hold_run(run)
     run.mark_cancelled()
-    for entry in lease.holders(run):
-        _end_holder(entry, run)
+    for claim in lease.holders(run):
+        _end_holder(claim, run)
 
 
 def await_outcome(run: RunDirectory) -> dict[str, Any]:
     """Waits until no job or process trains the run. Returns the outcome."""
     deadline = time.monotonic() + END_S
     while (
-        (held := slurm.patiently(partial(lease.held_by_other, run)))
+        (holder := slurm.patiently(partial(lease.held_by_other, run)))
         and time.monotonic() < deadline
         and any(map(lease.reachable, lease.holders(run)))
     ):
         time.sleep(FILE_CHECK_S)
-    if held:
-        text = f"{run} is cancelled and will not start again, but is still {held}"
-        raise RunDirectoryError(text if "cannot be reached" in held else f"{text}, which is ending")
+    if holder:
+        text = f"{run} is cancelled and will not start again, but is still {holder}"
+        raise RunDirectoryError(f"{text}, which is ending" if holder.reachable else text)
     if run.outcome() is None:  # no supervisor wrote it: the run was queued, or was killed
         History(run, max(run.attempts(), default=0), printed=False).conclude(Cancelled, "cancelled")
     return run.outcome() or {"state": "cancelled", "step": None}  # on a full disk, the mark must suffice
 
 
-def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
+def _end_holder(claim: Claim, run: RunDirectory) -> None:
     """Ends a job, or signals a local run, unless it has ended already."""
-    if entry["kind"] == "slurm":
-        slurm.patiently(partial(_end_job, entry["job"]))
-    elif lease.reachable(entry) and process_start(entry["pid"]) == entry["process_start"]:
+    if isinstance(claim, JobClaim):
+        slurm.patiently(partial(_end_job, claim.job))
+    elif lease.reachable(claim) and process_alive(claim):
         give_notice(run, Cause.CANCELLED)
-        signal_ranks(entry["pid"], signal.SIGTERM)
+        signal_ranks(claim.pid, signal.SIGTERM)
 
 
 def _end_job(job_id: str) -> None:

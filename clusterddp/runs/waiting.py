@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from clusterddp.errors import INTERRUPTED, TIMED_OUT, WAITED, ClusterddpError, RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion, node_memory
@@ -26,7 +26,7 @@ from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
-from clusterddp.rundir.claims import read_claim
+from clusterddp.rundir.claims import JobClaim, read_claim
 from clusterddp.rundir.files import LASTING, exists
 from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
@@ -110,16 +110,16 @@ class Resubmitter:
             return self._help_released(doubt_s)
         self._was_held = True
         jobs = []
-        for entry in claims:  # all of them, as an unknown job may have started before a resubmission
-            jobs.append(job := self._show_job(entry["job"]))
+        for claim in claims:  # all of them, as an unknown job may have started before a resubmission
+            jobs.append(job := self._show_job(claim.job))
             if job is not None and job.live:
                 return self._help_live(job)
-        newest, job = claims[0]["job"], jobs[0]
+        newest, job = claims[0].job, jobs[0]
         if self._run.outcome() is not None or self._claims() != claims:
             return _CHANGED
         early = early_end(self._run, claims[0], job.state if job else None)
         if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
-            newest, job, early = claims[1]["job"], jobs[1], None  # which held the run when the newest job started
+            newest, job, early = claims[1].job, jobs[1], None  # which held the run when the newest job started
         # The user may have stopped it, or the history is hidden with all that the job has done.
         is_unread = not self._run.history() and (self._should_continue(job) or bool(early and not early.lines))
         if doubt_s < HIDDEN_S and (is_unread or self._run.may_be_over(job.state if job else None)):
@@ -136,19 +136,19 @@ class Resubmitter:
             self._ended[job_id] = job
         return job
 
-    def _claims(self) -> list[dict[str, Any]]:
+    def _claims(self) -> list[JobClaim]:
         """The jobs that may train the run, as far as this cluster knows them."""
-        return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
+        return [claim for claim in holders(self._run) if isinstance(claim, JobClaim) and reachable(claim)]
 
     def _help_released(self, doubt_s: float) -> Help | None:
         """Handles a run that no job holds. The newest attempt's job may have released it to submit the next one."""
         newest = self._run.newest_attempt()
         if newest is None and self._was_held and not self._run.cancelled and doubt_s < HIDDEN_S:
             return Help("waiting until the run's first attempt is visible here")
-        entry = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
-        if self._run.outcome() is not None or not entry or entry["kind"] != "slurm" or not reachable(entry):
+        claim = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
+        if self._run.outcome() is not None or not isinstance(claim, JobClaim) or not reachable(claim):
             return None
-        job = self._show_job(entry["job"])
+        job = self._show_job(claim.job)
         if job is not None and job.live:
             return Help(f"waiting for the run's next job after job {job.job_id}")
         history = self._run.history()
@@ -185,7 +185,7 @@ class Resubmitter:
         killed = job.state in ("FAILED", "OUT_OF_MEMORY") and _was_killed(history, attempt)
         return killed or _is_stuck(history, attempt, job)
 
-    def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> Help:
+    def _resubmit(self, ended: str, claims: Sequence[JobClaim]) -> Help:
         """Submits the run again, unless another process does, or has done so since these claims were read."""
         check_run(self._run)
         with submitting(self._run) as other:

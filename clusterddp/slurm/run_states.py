@@ -20,10 +20,9 @@ import os
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from clusterddp.errors import SlurmError
-from clusterddp.rundir.claims import on_this_machine, process_alive
+from clusterddp.rundir.claims import JobClaim, ProcessClaim, on_this_machine, process_alive
 from clusterddp.rundir.job_log import ENDED_BY_ITSELF, early_end, unrecorded_end
 from clusterddp.rundir.run_directory import as_typed
 from clusterddp.rundir.summary import Summary
@@ -130,7 +129,7 @@ def run_states(
     answer.
     """
     cluster = slurm.cluster_name(os.environ)
-    ids = {claim["job"] for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
+    ids = {claim.job for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
     jobs: Mapping[str, QueuedJob] = {}
     away = ""
     try:
@@ -148,14 +147,17 @@ def _recorded(summary: Summary) -> Hashable:
     return str(summary.run), summary.attempts, len(summary.ends), summary.outcome is None, summary.begun
 
 
-def _jobs(summary: Summary) -> Iterable[Mapping[str, Any]]:
-    claims = (*summary.claims, *([summary.released] if summary.released else []))
-    return () if summary.outcome else (claim for claim in claims if claim["kind"] == "slurm")
+def _jobs(summary: Summary) -> Iterable[JobClaim]:
+    """The jobs that may still train the run or submit its next job."""
+    if summary.outcome:
+        return ()
+    claims = (*summary.claims, summary.released)
+    return (claim for claim in claims if isinstance(claim, JobClaim))
 
 
-def _reachable(claim: Mapping[str, Any], cluster: str | None) -> bool:
+def _reachable(claim: JobClaim, cluster: str | None) -> bool:
     """Whether this cluster's controller knows the job. A cluster may have no name."""
-    return None in (cluster, claim.get("cluster")) or claim["cluster"] == cluster
+    return None in (cluster, claim.cluster) or claim.cluster == cluster
 
 
 def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: str | None) -> RunState:
@@ -165,21 +167,23 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
     if summary.error:
         return RunState("unknown", summary.error, summary.job_id)
     for claim in summary.claims:
-        of_job = claim["kind"] == "slurm"
-        found = _of_job(summary, claim, jobs, away, cluster) if of_job else _of_process(summary, claim)
-        if found is not None:
-            return found
+        if isinstance(claim, JobClaim):
+            state = _of_job(summary, claim, jobs, away, cluster)
+        else:
+            state = _of_process(summary, claim)
+        if state is not None:
+            return state
     if summary.released and _reachable(summary.released, cluster):
-        found = _of_job(summary, summary.released, jobs, away, cluster)
-        if found is not None:
-            return replace(found, reason="submitting the next job") if found.word == "running" else found
+        state = _of_job(summary, summary.released, jobs, away, cluster)
+        if state is not None:
+            return replace(state, reason="submitting the next job") if state.word == "running" else state
     if not summary.readable:
         return RunState("unknown", _OTHERS, summary.job_id)
     job = jobs.get(summary.job_id or "")
     if summary.cancelled:
         return RunState("cancelled", "cancelled", summary.job_id, job=job)
-    claim = summary.claims[0] if summary.claims else {}
-    if early := early_end(summary.run, claim, None if job is None else job.state):
+    newest = summary.claims[0] if summary.claims else None
+    if early := early_end(summary.run, newest, None if job is None else job.state):
         return RunState("failed", early.reason, summary.job_id, job=job, log=early.lines)
     if not summary.stopped and summary.job_id and (job is None or job.state in ENDED_BY_ITSELF):
         unrecorded = unrecorded_end(summary.run, summary.job_id, None if job is None else job.state)
@@ -189,12 +193,12 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
 
 
 def _of_job(
-    summary: Summary, claim: Mapping[str, Any], jobs: Mapping[str, QueuedJob], away: str, cluster: str | None
+    summary: Summary, claim: JobClaim, jobs: Mapping[str, QueuedJob], away: str, cluster: str | None
 ) -> RunState | None:
     """The state of a run that a job may train, or None if the job has ended."""
-    job_id = claim["job"]
+    job_id = claim.job
     if not _reachable(claim, cluster):
-        return RunState("unknown", f"job {job_id} of cluster {claim['cluster']} cannot be reached from here", job_id)
+        return RunState("unknown", f"job {job_id} of cluster {claim.cluster} cannot be reached from here", job_id)
     if away:
         return RunState("unknown", f"Slurm controller unreachable: {away}", job_id)
     job = jobs.get(job_id)
@@ -210,15 +214,15 @@ def _of_job(
     return RunState("running", reason, job_id, job.nodes or summary.nodes, job=job)
 
 
-def _of_process(summary: Summary, claim: Mapping[str, Any]) -> RunState | None:
+def _of_process(summary: Summary, claim: ProcessClaim) -> RunState | None:
     """The state of a run that a local process may train, or None if the process has ended."""
     if not on_this_machine(claim):
-        where = f"process {claim['pid']} on {claim['host']}, which cannot be reached from here"
-        return RunState("unknown", where, nodes=str(claim["host"]))
+        where = f"process {claim.pid} on {claim.host}, which cannot be reached from here"
+        return RunState("unknown", where, nodes=claim.host)
     if not process_alive(claim):
         return None
     between = "between two attempts" if summary.attempts else "starting"
-    words = f"local run, {between}" if claim.get("loop") else f"process {claim['pid']} on this machine"
+    words = f"local run, {between}" if claim.loop else f"process {claim.pid} on this machine"
     return RunState("running", words, nodes=summary.nodes)
 
 

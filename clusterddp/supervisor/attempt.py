@@ -42,6 +42,7 @@ from clusterddp.jobdef.secrets import secret_values
 from clusterddp.messages.reports import End, Wrote
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
+from clusterddp.rundir.claims import JobClaim
 from clusterddp.rundir.control_address import Address, write_address
 from clusterddp.rundir.files import HIDDEN_S, create_folder, exists, read_bytes, status, write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
@@ -92,7 +93,7 @@ TICK_S = 2.0
 
 
 class Attempt:
-    """Supervises an attempt whose number is already claimed. ``submission``: the lease entry of its job.
+    """Supervises an attempt whose number is already claimed. ``submission``: the claim of its job.
 
     ``placement``: which nodes of the job have ranks. None: all.
     """
@@ -104,7 +105,7 @@ class Attempt:
         number: int,
         launcher: Launcher,
         controller: Controller,
-        submission: Mapping[str, Any] | None = None,
+        submission: JobClaim | None = None,
         placement: Placement | None = None,
     ) -> None:
         self._run, self._job, self._number, self._submission = run, job, number, submission
@@ -539,9 +540,9 @@ class Attempt:
     def _record_start(self) -> None:
         """While the ranks import torch: this runs git, on a disk that may be slow."""
         try:
-            if self._submission is not None:
-                job, at = self._submission["job"], self._submission["time"]
-                self._history.add(Submitted(time=self._launched, job=job, submitted=at))
+            submission = self._submission
+            if submission is not None and submission.time is not None:
+                self._history.add(Submitted(time=self._launched, job=submission.job, submitted=submission.time))
             state = code_state(self._job, self._code.state() if self._code else None)
             before = self._history.view.last(Started)
             differences = changed_code(before.code, state) if before is not None else []

@@ -19,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from clusterddp.errors import (
     INTERRUPTED,
@@ -39,6 +40,7 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.process import descendants, started_at
 from clusterddp.reporter import say
+from clusterddp.rundir.claims import Claim
 from clusterddp.rundir.files import exists, is_elsewhere, status, write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -67,8 +69,8 @@ class Controller(Protocol):
     #: Whether a user sees what this process prints below what rank 0 has printed, as in a local run.
     output_above: bool = False
 
-    def holder(self) -> dict[str, Any]:
-        """The lease entry of this attempt."""
+    def holder(self) -> Claim:
+        """The claim of this attempt's job or process."""
 
     def submitted_at(self) -> float | None:
         """When this job was submitted or requeued. None if a user starts each attempt."""
@@ -149,9 +151,9 @@ class SlurmController(Controller):
         self._own_node = environ.get("SLURMD_NODENAME")
         self._step_job = environ.get("SLURM_JOB_ID", job_id)  # an array's task has its own id, by which steps go
 
-    def holder(self) -> dict[str, Any]:
+    def holder(self) -> Claim:
         """The job, and how often Slurm had restarted it."""
-        return {**lease.of_job(self._job_id), "restarts": self._restarts}
+        return replace(lease.of_job(self._job_id), restarts=self._restarts)
 
     def submitted_at(self) -> float | None:
         """Slurm's SubmitTime."""
@@ -311,7 +313,7 @@ class LocalController(Controller):
     def __init__(self, run: RunDirectory) -> None:
         self._notice = run.notice_file
 
-    def holder(self) -> dict[str, Any]:
+    def holder(self) -> Claim:
         """This process."""
         return lease.of_this_process()
 

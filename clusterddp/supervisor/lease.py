@@ -1,7 +1,7 @@
 """The lease of a run: at most one live job or process trains it, or waits to.
 
 Two files name the holder: the submission that has not started an attempt yet, or none that is visible here
-(``private/submitted.json``), and the newest attempt's supervisor (``private/attempt-N/holder.json``). An entry is void
+(``private/submitted.json``), and the newest attempt's supervisor (``private/attempt-N/holder.json``). A claim is void
 if its holder has ended or released the run. It names the run that it was written for, so that it is void in a copy of
 the run directory, too.
 """
@@ -14,50 +14,70 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
 from clusterddp.rundir.claims import (
+    Claim,
+    JobClaim,
+    ProcessClaim,
+    change_claim,
     create_claim,
     on_this_machine,
     process_alive,
     read_claim,
+    same_holder,
     waiting_claim,
     write_claim,
 )
-from clusterddp.rundir.files import names_in, status, unlink, write_json
+from clusterddp.rundir.files import names_in, status, unlink
 from clusterddp.rundir.ownership import owner_of
-from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, make_private
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.commands import JobInfo
 
 #: How long, in seconds, a process that submits a run counts as alive if it cannot be seen from here.
 SUBMISSION_S = 600.0
 
 
-def of_job(job_id: str) -> dict[str, Any]:
-    """The entry of a Slurm job, with its cluster: job ids are unique only within one."""
-    cluster = slurm.cluster_name(os.environ)
-    return {"kind": "slurm", "job": job_id, **({"cluster": cluster} if cluster else {})}
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a run, in words: ``held by job 41 (RUNNING on n1,n2)``.
+
+    ``job``: Slurm's record of the job. None for a process, and for a job that cannot be reached. ``reachable``: whether
+    the job or process can be reached from here. Only a reachable holder is known to be alive.
+    """
+
+    claim: Claim
+    job: JobInfo | None
+    reachable: bool
+
+    def __str__(self) -> str:
+        claim, job = self.claim, self.job
+        if isinstance(claim, ProcessClaim):
+            where = "this machine" if self.reachable else f"{claim.host}, which cannot be reached from here"
+            return f"held by process {claim.pid} on {where}"
+        if job is None:
+            return f"held by job {claim.job} of cluster {claim.cluster}, which cannot be reached from here"
+        return f"held by job {claim.job} ({job.state}{f' on {job.nodes}' if job.nodes else ''})"
 
 
-def of_this_process() -> dict[str, Any]:
-    """The entry of a local supervisor, or of the loop of a local run."""
+def of_job(job_id: str) -> JobClaim:
+    """The claim of a Slurm job, with its cluster: job ids are unique only within one."""
+    return JobClaim(job_id, slurm.cluster_name(os.environ) or None)
+
+
+def of_this_process() -> ProcessClaim:
+    """The claim of a local supervisor, or of the loop of a local run."""
     pid = os.getpid()
-    return {
-        "kind": "local",
-        "host": socket.gethostname(),
-        "machine": process_namespace(),
-        "pid": pid,
-        "process_start": process_start(pid),
-    }
+    return ProcessClaim(socket.gethostname(), pid, process_namespace(), process_start(pid))
 
 
 def submitted(run: RunDirectory, job_id: str) -> None:
     """Records that a submitted job holds the run until it starts an attempt."""
-    write_claim(run.submitted_file, run, {**of_job(job_id), "time": time.time()})
+    write_claim(run.submitted_file, run, replace(of_job(job_id), time=time.time()))
 
 
 def loop_started(run: RunDirectory) -> None:
@@ -67,20 +87,21 @@ def loop_started(run: RunDirectory) -> None:
 
 def loop_ended(run: RunDirectory) -> None:
     """Records that the loop has ended."""
-    write_claim(run.loop_file, run, {**of_this_process(), "let_go": True})
+    write_claim(run.loop_file, run, replace(of_this_process(), let_go=True))
 
 
 def local_loop_alive(run: RunDirectory) -> bool:
     """Whether the loop of a local run is alive, or may be on a machine that is unreachable from here."""
     loop = read_claim(run.loop_file, run)
-    return loop is not None and not loop.get("let_go") and _held_by_process(loop) is not None
+    return isinstance(loop, ProcessClaim) and not loop.let_go and _process_holder(loop) is not None
 
 
 def loop_here(run: RunDirectory) -> bool:
     """Whether another process of this machine is the loop of a local run."""
     loop = read_claim(run.loop_file, run)
-    mine = loop is None or loop.get("let_go") or _same(loop, of_this_process())
-    return not mine and loop is not None and on_this_machine(loop) and process_alive(loop)
+    if not isinstance(loop, ProcessClaim) or loop.let_go or same_holder(loop, of_this_process()):
+        return False
+    return on_this_machine(loop) and process_alive(loop)
 
 
 @contextmanager
@@ -134,37 +155,42 @@ def _submitted_by(run: RunDirectory, path: Path) -> str | None:
     """The process that claims to submit the run. None if it has ended."""
     try:
         recent = time.time() - status(path).st_mtime < SUBMISSION_S
-        entry = read_claim(path, run)
+        claim = read_claim(path, run)
     except FileNotFoundError:
         return None
     except RunDirectoryError:  # created, but not written yet
         return "another process" if recent else None
-    if entry is None:
+    if not isinstance(claim, ProcessClaim):
         return None
-    alive = process_alive(entry) if reachable(entry) else recent
-    return f"process {entry['pid']} on {entry['host']}" if alive else None
+    alive = process_alive(claim) if reachable(claim) else recent
+    return f"process {claim.pid} on {claim.host}" if alive else None
 
 
-def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An attempt's supervisor takes the lease. Returns the entry of the submission that led to it.
+def take(run: RunDirectory, attempt: int, me: Claim) -> JobClaim | None:
+    """An attempt's supervisor takes the lease. Returns the claim of the submission that led to it.
 
-    The entry stays, with the attempt's number. It counts where the attempt is not visible yet.
+    The claim stays, with the attempt's number. It counts where the attempt is not visible yet.
     """
     write_claim(run.holder_file(attempt), run, me)
     pending = read_claim(run.submitted_file, run)
-    if pending is None or not _same(pending, me):
+    if not isinstance(pending, JobClaim) or not same_holder(pending, me):
         return None
-    write_claim(run.submitted_file, run, {"attempt": attempt, **pending, "let_go": False})
-    return None if "attempt" in pending else pending
+    if pending.attempt is not None:  # this job has started an attempt before
+        change_claim(run.submitted_file, run, let_go=False)
+        return None
+    change_claim(run.submitted_file, run, let_go=False, attempt=attempt)
+    return pending
 
 
 def let_go(run: RunDirectory, attempt: int) -> None:
     """Releases an attempt's lease: its ranks have exited or are unreachable, even if Slurm still shows the job."""
-    entry = read_json(run.holder_file(attempt)) or {}
-    write_json(run.holder_file(attempt), {**entry, "let_go": True}, mode=0o600)
-    pending = read_json(run.submitted_file) or {}
-    if pending and _same(pending, entry):  # also if `submit` wrote it only after the job had started
-        write_json(run.submitted_file, {**pending, "let_go": True}, mode=0o600)
+    mine = read_claim(run.holder_file(attempt), run)
+    if mine is None:
+        return
+    change_claim(run.holder_file(attempt), run, let_go=True)
+    pending = read_claim(run.submitted_file, run)
+    if pending is not None and same_holder(pending, mine):  # also if `submit` wrote it only after the job had started
+        change_claim(run.submitted_file, run, let_go=True)
 
 
 def let_go_unreachable(run: RunDirectory) -> None:
@@ -173,100 +199,94 @@ def let_go_unreachable(run: RunDirectory) -> None:
     One that is still running exits when it sees the next attempt.
     """
     for file in (run.submitted_file, *map(run.holder_file, run.attempts())):
-        entry = read_claim(file, run)
-        if entry is not None and not reachable(entry):
-            write_claim(file, run, {**entry, "let_go": True})
+        claim = read_claim(file, run)
+        if claim is not None and not reachable(claim):
+            change_claim(file, run, let_go=True)
 
 
-def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
-    """Whether the job or process with this entry held an attempt until its end."""
-    entry = read_claim(run.holder_file(attempt), run)
-    return entry is not None and not entry.get("let_go") and _same(entry, me)
+def held_before(run: RunDirectory, attempt: int, me: Claim) -> bool:
+    """Whether the job or process with this claim held an attempt until its end."""
+    claim = read_claim(run.holder_file(attempt), run)
+    return claim is not None and not claim.let_go and same_holder(claim, me)
 
 
-def submitted_as(run: RunDirectory, me: Mapping[str, Any]) -> bool:
+def submitted_as(run: RunDirectory, me: Claim) -> bool:
     """Whether this job is the run's newest submission on record, and has started no attempt."""
     claim = read_claim(run.submitted_file, run)
-    return claim is not None and _same(claim, me) and "attempt" not in claim
+    return claim is not None and same_holder(claim, me) and claim.attempt is None
 
 
-def restarted(run: RunDirectory, me: Mapping[str, Any]) -> bool:
+def restarted(run: RunDirectory, me: JobClaim) -> bool:
     """Whether Slurm has restarted the job of ``me`` since, and the restart has begun an attempt.
 
     A node that does not respond loses its job, and continues this process when it comes back.
     """
     claims = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
     newest = next(filter(None, claims), None)
-    return newest is not None and _same(newest, me) and newest.get("restarts", 0) > me.get("restarts", 0)
+    if not isinstance(newest, JobClaim) or not same_holder(newest, me):
+        return False
+    return (newest.restarts or 0) > (me.restarts or 0)
 
 
-def submitted_again(run: RunDirectory, attempt: int, me: Mapping[str, Any], since: float) -> str | None:
+def submitted_again(run: RunDirectory, attempt: int, me: Claim, since: float) -> str | None:
     """The job that ``wait --resubmit`` or a user submitted ``since`` this attempt's supervisor ``me`` began, and that
     has started no attempt as far as can be seen, or None. They do so only if the supervisor's own job has ended."""
     claim = waiting_claim(run, [attempt])
-    if claim is None or claim["kind"] != "slurm" or _same(claim, me) or claim.get("time", 0.0) <= since:
+    if not isinstance(claim, JobClaim) or same_holder(claim, me):
         return None
-    return str(claim["job"])
+    return claim.job if claim.time is not None and claim.time > since else None
 
 
 def started(run: RunDirectory, job_id: str) -> bool:
     """Whether the job has started an attempt."""
     claims = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
-    return any(claim is not None and claim.get("job") == job_id for claim in claims)
+    return any(isinstance(claim, JobClaim) and claim.job == job_id for claim in claims)
 
 
-def holders(run: RunDirectory) -> list[dict[str, Any]]:
+def holders(run: RunDirectory) -> list[Claim]:
     """Who may hold the run, the newest claim first. RunDirectoryError for another user's run."""
     try:
-        # An attempt that is just being claimed has no entry yet: then the previous one counts.
+        # An attempt that is just being claimed has no claim yet: then the previous one counts.
         taken = ((number, read_claim(run.holder_file(number), run)) for number in reversed(run.attempts()))
-        number, newest = next(((number, entry) for number, entry in taken if entry), (-1, {}))
+        number, newest = next(((number, claim) for number, claim in taken if claim), (-1, None))
         pending = waiting_claim(run, [number])
     except PermissionError as error:
         raise RunDirectoryError(f"{run} belongs to {owner_of(run.path)}, and only its owner can control it") from error
-    return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]
+    return [claim for claim in (pending, newest) if claim is not None and not claim.let_go]
 
 
-def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:
-    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``. None if it is free.
+def held_by_other(run: RunDirectory, me: Claim | None = None) -> Holder | None:
+    """Who else holds the run. None if it is free.
 
-    ``me``: this job's or process's own entry, which a requeued job finds.
+    ``me``: this job's or process's own claim, which a requeued job finds.
     """
-    for entry in holders(run):
-        if me is not None and _same(entry, me):
+    for claim in holders(run):
+        if me is not None and same_holder(claim, me):
             continue
-        if held := _held_by_job(entry) if entry["kind"] == "slurm" else _held_by_process(entry):
-            return held
+        holder = _job_holder(claim) if isinstance(claim, JobClaim) else _process_holder(claim)
+        if holder is not None:
+            return holder
     return None
 
 
-def reachable(entry: Mapping[str, Any]) -> bool:
+def reachable(claim: Claim) -> bool:
     """Whether a holder's state can be queried from here: it is on this machine, or on this cluster."""
-    if entry["kind"] == "slurm":
-        own, other = slurm.cluster_name(os.environ), entry.get("cluster")
-        return None in (own, other) or own == other
-    return on_this_machine(entry)
+    if isinstance(claim, JobClaim):
+        here = slurm.cluster_name(os.environ)
+        return None in (here, claim.cluster) or here == claim.cluster
+    return on_this_machine(claim)
 
 
-def _same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two entries name the same job or process. Older entries have no cluster and no machine."""
-    if entry["kind"] != other["kind"]:
-        return False
-    keys = ("job", "cluster") if entry["kind"] == "slurm" else ("pid", "process_start", "machine")
-    return all(entry[key] == other[key] for key in keys if key in entry and key in other)
+def _job_holder(claim: JobClaim) -> Holder | None:
+    """The job of a claim, unless it has ended."""
+    if not reachable(claim):
+        return Holder(claim, None, reachable=False)
+    job = slurm.show_job(claim.job)
+    return Holder(claim, job, reachable=True) if job is not None and job.live else None
 
 
-def _held_by_job(entry: Mapping[str, Any]) -> str | None:
-    job_id = entry["job"]
-    if not reachable(entry):
-        return f"held by job {job_id} of cluster {entry['cluster']}, which cannot be reached from here"
-    job = slurm.show_job(job_id)
-    if job is None or not job.live:
-        return None
-    return f"held by job {job_id} ({job.state}{f' on {job.nodes}' if job.nodes else ''})"
-
-
-def _held_by_process(holder: Mapping[str, Any]) -> str | None:
-    if not reachable(holder):
-        return f"held by process {holder['pid']} on {holder['host']}, which cannot be reached from here"
-    return f"held by process {holder['pid']} on this machine" if process_alive(holder) else None
+def _process_holder(claim: ProcessClaim) -> Holder | None:
+    """The process of a claim, unless it has ended."""
+    if not reachable(claim):
+        return Holder(claim, None, reachable=False)
+    return Holder(claim, None, reachable=True) if process_alive(claim) else None

@@ -35,6 +35,7 @@ from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
 from clusterddp.protocol import CHECK_RESUME, DEBUG_RANK
 from clusterddp.reporter import ignore_print_errors, say
+from clusterddp.rundir.claims import JobClaim, ProcessClaim
 from clusterddp.rundir.deletion import delete_old_logs
 from clusterddp.rundir.files import exists, follow_folder, remove, unlink
 from clusterddp.rundir.ownership import check_run, hold_run
@@ -198,8 +199,8 @@ def supervise_one(
     history = run.history()
     reason = exceeded(job, history, time.time())
     is_done, found = completion_marker.look(run, job, history)
-    if lease.restarted(run, me):
-        say(f"Slurm has restarted job {me['job']} since it started this process, so this process exits")
+    if isinstance(me, JobClaim) and lease.restarted(run, me):
+        say(f"Slurm has restarted job {me.job} since it started this process, so this process exits")
         return 1
     number = run.create_attempt()
     outcome = run.outcome()  # read once: a node may freeze between any two looks, and another job complete the run
@@ -222,7 +223,7 @@ def supervise_one(
         job = as_placed(job, placement)
         ranks = launcher(job, placement)
         code = Attempt(run, job, number, ranks, controller, submission, placement).supervise()
-    if me["kind"] == "local" and code != RESTART:
+    if isinstance(me, ProcessClaim) and code != RESTART:
         with suppress(OSError):  # the next start on this machine sees that the process has ended
             lease.let_go(run, number)
     return code

@@ -23,6 +23,7 @@ from clusterddp.training.logged_values import Logged
 from tests.checkpoint_files import save
 from tests.crash.disk import Tree
 from tests.crash.subject import JOB, STEPS_PER_SAVE, content, saver_of, values
+from tests.runs_on_disk import jobs_of
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,14 @@ def _check_files(run: RunDirectory, promised: Promised) -> None:
     outcome = run.outcome()
     _check_outcome(promised, outcome)
     assert run.cancelled or not promised.get("cancelled"), "the mark that it was cancelled is missing"
-    held = [entry["job"] for entry in lease.holders(run)]
+    held = jobs_of(lease.holders(run))
     taken = waiting_claim(run, run.attempts()) is None
     assert "holder" not in promised or taken, "the submission holds the run again"
     if promised.get("pending") is not None:
         assert promised.get("pending") in held, f"held by {held}"
     if "holder" in promised:
-        assert promised.get("holder")["job"] in held or len(held) > 0, f"held by {held}"
-        assert held[-1] >= promised.get("holder")["job"], f"held by {held}"
+        assert promised.get("holder") in held or len(held) > 0, f"held by {held}"
+        assert held[-1] >= promised.get("holder"), f"held by {held}"
 
 
 def _check_outcome(promised: Promised, found: dict[str, Any] | None) -> None:

@@ -121,9 +121,9 @@ class Story:
             self.promise(outcome=None)
         me = lease.of_job(str(41 + number))
         lease.take(self._run, number, me)
-        self.promise(pending=None, holder=me)
+        self.promise(pending=None, holder=me.job)
         history = History(self._run, number)
-        self._event(history, Started(job=me["job"], nodes="n1", ranks=1, code={}, changed=()))
+        self._event(history, Started(job=me.job, nodes="n1", ranks=1, code={}, changed=()))
         self._train(number, history)
         end = Failed if number < max(ATTEMPTS) else Completed
         written = history.conclude(end, "the story says so")

@@ -14,6 +14,7 @@ from clusterddp.failures import node_memory
 from clusterddp.history.failures import NodeLost
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
+from tests.runs_on_disk import jobs_of
 
 #: Submits a job without a question to the cluster. How long an answer is awaited after Ctrl-C is the first argument.
 SUBMIT = """
@@ -61,7 +62,7 @@ def test_ctrl_c_ends_a_submission_that_gets_no_answer(tmp_path: Path, sbatch: st
 def test_an_answer_that_comes_soon_after_ctrl_c_is_recorded(tmp_path: Path) -> None:
     run, done = interrupted(tmp_path, "echo 41", 60)
     assert done.returncode == 130, done.stderr
-    assert [holder["job"] for holder in lease.holders(run)] == ["41"]
+    assert jobs_of(lease.holders(run)) == ["41"]
 
 
 def test_ctrl_c_ends_a_question_before_the_submission_at_once_and_leaves_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, Slurm
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
 from clusterddp.rundir import claims
-from clusterddp.rundir.claims import write_claim
+from clusterddp.rundir.claims import ProcessClaim, write_claim
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import run_status, submission
@@ -30,6 +31,7 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease, main
 from clusterddp.supervisor.controller import LocalController
 from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
+from tests.runs_on_disk import jobs_of
 from tests.waiting import story, wait_until
 from tests.wording import raises
 
@@ -52,8 +54,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def entry_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    return {**lease.of_this_process(), "pid": process.pid, "process_start": process_start(process.pid)}
+def entry_of(process: subprocess.Popen[bytes]) -> ProcessClaim:
+    return replace(lease.of_this_process(), pid=process.pid, process_start=process_start(process.pid))
 
 
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, namespace: str = "another 4026531836") -> None:
@@ -135,7 +137,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(
     assert read_json(run.holder_file(0))["cluster"] == "alpha"  # type: ignore[index]
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "beta")
     words = "held by job 41 of cluster alpha, which cannot be reached from here"
-    assert lease.held_by_other(run, lease.of_job("41")) == words
+    assert str(lease.held_by_other(run, lease.of_job("41"))) == words
     with raises(RunDirectoryError):
         cancel_run(run)
     assert fake_slurm.asked == []
@@ -204,7 +206,7 @@ def test_a_claim_that_another_process_made_under_an_older_number_is_seen(
 ) -> None:
     """While this process was about to make its own, the dead claim was replaced, removed, and its number used again."""
     path, create = run.private / "submitting-0.json", lease.create_claim
-    write_claim(path, run, {**lease.of_this_process(), "process_start": "1"})
+    write_claim(path, run, replace(lease.of_this_process(), process_start="1"))
 
     def late(*claim: Any) -> bool:
         write_claim(path, run, entry_of(sleeper))
@@ -234,7 +236,7 @@ with lease.submitting(run) as other:
 
 def test_of_many_processes_that_claim_a_submission_at_once_one_wins(run: RunDirectory) -> None:
     """Also after the claim of a dead process, which all of them find."""
-    write_claim(run.private / "submitting-0.json", run, {**lease.of_this_process(), "process_start": "1"})
+    write_claim(run.private / "submitting-0.json", run, replace(lease.of_this_process(), process_start="1"))
     command = [sys.executable, "-c", RACE, str(run)]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     for process in processes:
@@ -285,16 +287,13 @@ def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(
     second()
     assert "is being submitted by process" in refused[0] and "is being submitted by process" in refused[1]
     assert "held by job 41 (PENDING)" in refused[2] and "end the job with `scancel 41`" in refused[2]
-    assert lease.holders(run)[0]["job"] == "41"
+    assert jobs_of(lease.holders(run))[0] == "41"
 
 
-@pytest.mark.parametrize("start", [{}, {"process_start": None}])
-def test_a_process_whose_start_is_not_recorded_does_not_count_as_running(
-    sleeper: subprocess.Popen[bytes], start: dict[str, None]
-) -> None:
+def test_a_process_whose_start_is_not_recorded_does_not_count_as_running(sleeper: subprocess.Popen[bytes]) -> None:
     """Neither one that has ended, nor one that has its number now."""
     for pid in (sleeper.pid, 2**22 + 1):
-        assert not claims.process_alive({"pid": pid, **start})
+        assert not claims.process_alive(ProcessClaim("", pid))
     assert claims.process_alive(entry_of(sleeper))
 
 

@@ -33,7 +33,7 @@ LEFT_OUT = {
         *("batch_step_began", "give_notice", "Controller", "AllocationController", "LocalController", "_stop_said"),
     },
     "supervisor/lease.py": {
-        *("let_go_unreachable", "loop_started", "loop_ended", "loop_here", "local_loop_alive", "_held_by_process"),
+        *("let_go_unreachable", "loop_started", "loop_ended", "loop_here", "local_loop_alive", "_process_holder"),
     },
     "supervisor/attempt_progress.py": {"doubt", "_script_s", "_interrupted"},
     "supervisor/main.py": {

@@ -18,6 +18,7 @@ from clusterddp.history.view import Events
 from clusterddp.messages import orders
 from clusterddp.messages.reports import Committing, Saving
 from clusterddp.messages.requests import Committed
+from clusterddp.rundir.claims import Claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
 from clusterddp.slurm import commands
@@ -158,7 +159,7 @@ def _a_submission_ends_with_its_start() -> Patches:
     """A starting job removes the record of its submission at once (seed 1191)."""
     real = lease.take
 
-    def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> Any:
+    def take(run: RunDirectory, attempt: int, me: Claim) -> Any:
         submission = real(run, attempt, me)
         lease.unlink(run.submitted_file)
         return submission

@@ -429,7 +429,7 @@ def _reading() -> dict[int, Callable[..., Any]]:
     holders = lease.holders
 
     def held(run: RunDirectory) -> Any:
-        return _now.disk.remembered(lambda: holders(run), _each_copied, CLAIMS, "held", str(run.path))
+        return _now.disk.remembered(lambda: holders(run), list, CLAIMS, "held", str(run.path))
 
     return {id(holders): held}
 
@@ -444,10 +444,6 @@ def _of_run(
 
 def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if found is None else dict(found)
-
-
-def _each_copied(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(each) for each in found]
 
 
 def _once_per_run(path_of: Callable[[RunDirectory, int], Path]) -> Callable[..., Path]:

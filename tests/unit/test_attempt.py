@@ -37,6 +37,7 @@ from clusterddp.messages import orders
 from clusterddp.process import RunningClock, descendants, started_at
 from clusterddp.report.booking import book
 from clusterddp.rundir import files
+from clusterddp.rundir.claims import Claim, JobClaim
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
@@ -68,6 +69,7 @@ from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, RanksHere, next_answer
 from tests.histories import event_of, happened, view
 from tests.reports import reported
+from tests.runs_on_disk import jobs_of
 from tests.waiting import wait_until
 from tests.wording import says
 
@@ -524,8 +526,8 @@ def test_a_supervisor_that_stood_still_while_its_job_was_restarted_begins_no_att
             super().__init__(Cause.PREEMPTED)
             self.restarts = restarts
 
-        def holder(self) -> dict[str, Any]:
-            return {**super().holder(), "restarts": self.restarts}
+        def holder(self) -> JobClaim:
+            return dataclasses.replace(super().holder(), restarts=self.restarts)
 
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(1)) == 4
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(0)) == 1
@@ -533,7 +535,8 @@ def test_a_supervisor_that_stood_still_while_its_job_was_restarted_begins_no_att
     says(capsys.readouterr().err)
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(2)) == 4
     assert run.attempts() == [0, 1]
-    assert SlurmController({"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "3"}, run, JOB).holder()["restarts"] == 3
+    environ = {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "3"}
+    assert SlurmController(environ, run, JOB).holder() == JobClaim("41", restarts=3)
 
 
 def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunDirectory) -> None:
@@ -591,7 +594,7 @@ def test_a_failure_in_the_jobs_restart_while_its_first_start_stands_still_is_kep
     real = RunDirectory.create_attempt
 
     def create_attempt(run: RunDirectory) -> int:
-        lease.take(run, real(run), {**FakeController().holder(), "restarts": 1})
+        lease.take(run, real(run), dataclasses.replace(FakeController().holder(), restarts=1))
         write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": "ValueError"})
         return real(run)
 
@@ -607,7 +610,7 @@ def test_an_outcome_that_is_written_while_a_start_looks_at_the_last_one_is_kept(
     seemed to be stopped."""
     real = lease.held_before
 
-    def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
+    def held_before(run: RunDirectory, attempt: int, me: Claim) -> bool:
         write_json(run.outcome_file, {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"})
         return real(run, attempt, me)
 
@@ -1100,7 +1103,7 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
     supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
     ended = run.events()[-1]
     assert (ended["event"], ended.get("job"), fake_slurm.count("sbatch")) == (*end, submissions)
-    assert [entry["job"] for entry in lease.holders(run)] == [job for job in (end[1],) if job]
+    assert jobs_of(lease.holders(run)) == [job for job in (end[1],) if job]
 
 
 @pytest.mark.parametrize(
@@ -1161,7 +1164,7 @@ def test_a_new_job_is_recorded_once_the_disk_answers(
     fake_slurm |= {"scontrol": "", "sbatch": "42\n"}
     run.batch_script.write_text("#!/bin/sh\n")
     assert SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).resubmit() == "42"
-    assert lease.holders(run)[0]["job"] == "42"
+    assert jobs_of(lease.holders(run))[0] == "42"
 
 
 def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, fake_slurm: FakeSlurm) -> None:

@@ -14,6 +14,7 @@ import torch
 from clusterddp.cli.main import main
 from clusterddp.cli.report import collected
 from clusterddp.errors import WRONG_USAGE, ClusterddpError
+from clusterddp.rundir.claims import ProcessClaim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import copy_checkpoint
 from tests.checkpoint_files import save
@@ -100,7 +101,7 @@ def test_a_member_of_the_group_sees_a_shared_local_run(open_folder: Path, end: s
         [event("started", process=7, nodes="vm", ranks=1, code={}, changed=[]), event("training", step=0)]
         + ([event(end, step=3, attempts=1, reason="why")] if end else []),
         metrics=steps(range(3), loss=0.5),
-        loop={"kind": "local", "host": "vm", "pid": 7, "let_go": True},
+        loop=ProcessClaim("vm", 7, let_go=True),
         **({"outcome": {"state": "failed", "step": 3, "reason": "why"}} if end == "failed" else {}),
     )
     (run.attempt_logs(0) / "rank-0.out").write_text("trained\n")

@@ -37,6 +37,7 @@ from clusterddp.jobdef.job import KEYS as JOB_KEYS
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.report.booking import book
 from clusterddp.report.efficiency import advice, spent
+from clusterddp.rundir.claims import JobClaim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm import commands as slurm
@@ -417,7 +418,7 @@ def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
         lambda: retry_limits.exceeded(job, run.history(), 8.0),
         lambda: spent(book(run.history(), 8.0), run.history()),
         lambda: advice(job, book(run.history(), 8.0), run.history()),
-        lambda: lease.held_by_other(run, {"kind": "slurm", "job": "1"}),
+        lambda: lease.held_by_other(run, JobClaim("1")),
         lambda: lease.local_loop_alive(run),
         lambda: [event["event"] for event in run.events()],
         lambda: RankEnd.read(0, "n1", 1.0, run.rank_record(1, 0)).sentence(),

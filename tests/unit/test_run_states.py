@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.process import process_start
+from clusterddp.rundir.claims import ProcessClaim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.queue import QueuedJob, is_hold, parse_queue, why_waiting
@@ -50,7 +52,7 @@ def test_a_run_whose_job_has_released_it_continues_as_long_as_the_job_may_submit
     tmp_path: Path, fake_slurm: FakeSlurm, line: str, word: str, reason: str
 ) -> None:
     """After a lost node. `wait` once ended while the controller was slow (seed 50726427)."""
-    run = recorded_run(tmp_path / "run", [started()], holder={**of_job(), "let_go": True})
+    run = recorded_run(tmp_path / "run", [started()], holder=replace(of_job(), let_go=True))
     fake_slurm["squeue"] = SlurmError(line) if line.startswith("error: ") else line
     found = state_of(run)
     assert (found.word, found.job_id) == (word, "41")
@@ -74,7 +76,7 @@ def test_a_job_that_ended_before_its_supervisor_started_is_a_failure_with_the_en
 ) -> None:
     """Such as an interpreter that the nodes do not have; also of a run that had attempts before."""
     fake_slurm["squeue"] = line
-    claim = {**of_job(), "time": 1.0}
+    claim = replace(of_job(), time=1.0)
     for run in (
         recorded_run(tmp_path / "new", submitted=claim),
         recorded_run(tmp_path / "old", [started(job="40")], submitted=claim),
@@ -90,7 +92,7 @@ def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(
 ) -> None:
     """Also if it did so before `submit` had written the submission's claim, which it would have removed."""
     fake_slurm["squeue"] = ENDED.format("FAILED")
-    for files in ({}, {"submitted": {**of_job(), "time": 1.0}}):
+    for files in ({}, {"submitted": replace(of_job(), time=1.0)}):
         run = recorded_run(tmp_path / str(len(files)), [started()], holder=of_job(), **files)
         (run.logs / "job-41.log").write_text(NOT_FOUND)
         found = state_of(run)
@@ -204,14 +206,13 @@ def test_squeue_that_cannot_be_understood_is_no_proof_that_a_job_ended(tmp_path:
 def test_a_job_of_another_cluster_is_not_looked_up_here(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """Job ids are unique within a cluster."""
     fake_slurm["squeue"] = "41|RUNNING|n1|N/A|1:00|gpu|None\n"
-    found = state_of(recorded_run(tmp_path / "b", submitted={**of_job(), "cluster": "there"}))
+    found = state_of(recorded_run(tmp_path / "b", submitted=replace(of_job(), cluster="there")))
     assert (found.word, found.reason) == ("unknown", "job 41 of cluster there cannot be reached from here")
     assert fake_slurm.asked == []
 
 
-def local(pid: int, **changed: Any) -> dict[str, Any]:
-    process = {"host": socket.gethostname(), "pid": pid, "process_start": process_start(pid)}
-    return {"kind": "local", **process, **changed}
+def local(pid: int, **changed: Any) -> ProcessClaim:
+    return replace(ProcessClaim(socket.gethostname(), pid, process_start=process_start(pid)), **changed)
 
 
 def test_a_local_run_runs_as_long_as_its_processes(tmp_path: Path, fake_slurm: FakeSlurm) -> None:

@@ -30,6 +30,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.messages import requests
 from clusterddp.messages.orders import Order, SendStacks
 from clusterddp.messages.reports import End, Left, Stacks
+from clusterddp.rundir.claims import JobClaim
 from clusterddp.rundir.control_address import Address, read_address, write_address
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -352,7 +353,7 @@ def queued(run: RunDirectory) -> None:
 
 
 def of_another_machine(run: RunDirectory) -> None:
-    entry = {**lease.of_this_process(), "host": "other", "machine": "other"}
+    entry = dataclasses.replace(lease.of_this_process(), host="other", machine="other")
     lease.take(run, run.create_attempt(), entry)
 
 
@@ -452,7 +453,7 @@ def test_a_job_that_is_being_requeued_is_waited_for(
     waits: bool,
 ) -> None:
     """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
-    lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
+    lease.take(run, run.create_attempt(), JobClaim("41"))
     happened(run, {"time": 1.0, "attempt": 0, **end})
     fake_slurm["scontrol show job"] = [job("RUNNING"), job("COMPLETING"), job("PENDING", "BeginTime")]
     found = request_client.waiting_job(run, query_s=0.0)
@@ -508,7 +509,7 @@ def in_a_job(
     run: RunDirectory, server: Server, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[[str], None]:
     """Attempt 0 trains as job 41, at an address that cannot be reached from here. ``srun`` becomes the given script."""
-    lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
+    lease.take(run, run.create_attempt(), JobClaim("41"))
     write_address(run, 0, Address("n1", server.server.port, TOKEN, "41"))
     fake_slurm |= {"scontrol show job": job("RUNNING"), "scontrol show node": "NodeAddr=127.0.0.2 "}
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

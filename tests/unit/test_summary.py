@@ -11,7 +11,7 @@ import pytest
 from clusterddp.rundir.run_directory import SWEEP_FILE
 from clusterddp.rundir.summary import summarize
 from tests.histories import whole
-from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
+from tests.runs_on_disk import BEGAN, event, jobs_of, of_job, recorded_run, started, steps, write_lines
 
 HISTORY = [
     event("submitted", job="41", submitted=BEGAN),
@@ -99,13 +99,13 @@ def test_a_run_without_any_record_is_one_that_has_not_started(tmp_path: Path) ->
 def test_the_jobs_that_may_train_a_run_are_named_the_newest_first(tmp_path: Path) -> None:
     """A resubmitted job, and the one before it; not one that has let go, or of a copied directory."""
     run = recorded_run(tmp_path / "net-0", HISTORY, submitted=of_job("42"), holder=of_job("41"))
-    assert [claim["job"] for claim in summarize(run).claims] == ["42", "41"]
+    assert jobs_of(summarize(run).claims) == ["42", "41"]
     record = json.loads(run.holder_file(1).read_text())
     run.holder_file(1).write_text(json.dumps({**record, "let_go": True}))
     assert summarize(run).released is None
     run.submitted_file.write_text(json.dumps({**record, "run": {"path": "/elsewhere", "inode": 1}}))
     found = summarize(run)
-    assert found.claims == () and found.released is not None and found.released["job"] == "41"
+    assert found.claims == () and found.released is not None and found.released.job == "41"
 
 
 def test_a_damaged_record_is_reported_and_nothing_else_is_lost(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from clusterddp.supervisor.lease import holders
 from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
 from tests.histories import happened
 from tests.packages import require
+from tests.runs_on_disk import jobs_of
 from tests.wording import raises, says
 
 
@@ -126,7 +127,7 @@ def test_a_sweep_is_an_array_whose_tasks_are_runs(slurm: Slurm, capsys: pytest.C
     assert f"#SBATCH --output={Path.cwd()}/s/arrays/0/%a/logs/job-%A_%a.log\n" in text
     assert 's/"${run##*/}"' in text
     for seed in range(3):
-        assert [entry["job"] for entry in holders(member(seed))] == [f"41_{seed}"]
+        assert jobs_of(holders(member(seed))) == [f"41_{seed}"]
         assert f"seed: {seed}\n" in member(seed).job_file.read_text()
         assert member(seed).batch_script.read_text().rstrip().endswith(f"seed={seed}")
         assert "--array" not in member(seed).batch_script.read_text()
@@ -362,7 +363,7 @@ def test_an_array_that_was_submitted_but_not_recorded_is_found(slurm: Slurm, mon
             sweep("seed=0..2")
     assert holders(member(1)) == []
     assert sweep("seed=0..3") == 0
-    assert [entry["job"] for entry in holders(member(1))] == ["41_1"]
+    assert jobs_of(holders(member(1))) == ["41_1"]
     assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"], ["seed=3"]]
 
 
@@ -413,7 +414,7 @@ def test_without_an_answer_nothing_is_undone_and_nothing_submitted(slurm: Slurm)
     slurm.scripts["40"] = Path("s/arrays/0/array.sbatch").absolute()  # it had
     slurm.tasks = {f"40_{task}": "PENDING" for task in range(3)}
     sweep("seed=0..2")
-    assert [entry["job"] for entry in holders(member(2))] == ["40_2"] and list(slurm.scripts) == ["40"]
+    assert jobs_of(holders(member(2))) == ["40_2"] and list(slurm.scripts) == ["40"]
 
 
 def test_of_two_commands_at_once_one_submits(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:

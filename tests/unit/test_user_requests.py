@@ -16,6 +16,7 @@ from clusterddp.history.stops import Requested
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.messages import orders, requests
 from clusterddp.messages.reports import Stacks
+from clusterddp.rundir.claims import JobClaim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt
@@ -332,8 +333,8 @@ def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: R
     assert run.attempts() == [0]
 
     class NextJob(FakeController):
-        def holder(self) -> dict[str, Any]:
-            return {"kind": "slurm", "job": "42"}
+        def holder(self) -> JobClaim:
+            return JobClaim("42")
 
     holder.write_text('{"kind": "slurm", "job": "41", "let_go": true}')
     assert supervise(run, TWO_RANKS, lambda *_: ranks, NextJob(Cause.NONE)) == 0

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 from clusterddp.cli import submit
 from clusterddp.errors import INTERRUPTED, WAITED, SlurmError
 from clusterddp.jobdef.job import Job
+from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
@@ -27,6 +29,7 @@ from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor import lease
 from tests.fake_slurm import FakeSlurm
 from tests.histories import happened
+from tests.runs_on_disk import jobs_of
 from tests.wording import says
 
 JOB = Job(name="x", module="x")
@@ -149,7 +152,7 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     assert (submitted == ["job.sbatch"]) is resubmitted
     assert resubmitter.end is None
     if resubmitted:
-        assert lease.holders(run)[0]["job"] == "42"
+        assert jobs_of(lease.holders(run))[0] == "42"
     else:
         assert resubmitter.look() == "stopped" and not submitted
 
@@ -201,9 +204,9 @@ def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waitin
     run = RunDirectory(tmp_path / "run")
     run.create()
     lease.submitted(run, "41")
-    assert (lease.take(run, run.create_attempt(), lease.of_job("41")) or {})["job"] == "41"
+    assert jobs_of([lease.take(run, run.create_attempt(), lease.of_job("41"))]) == ["41"]
     assert lease.take(run, run.create_attempt(), lease.of_job("41")) is None
-    assert [entry.get("attempt") for entry in lease.holders(run)] == [None], "the submission counts as well"
+    assert [claim.attempt for claim in lease.holders(run)] == [None], "the submission counts as well"
     monkeypatch.setattr(RunDirectory, "attempts", lambda _: [])
     assert look(run, info("RUNNING"), fake_slurm).end is None
     lease.let_go(run, 1)
@@ -246,8 +249,8 @@ def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_
     lease.submitted(run, "41")
     lease.take(run, run.create_attempt(), lease.of_job("41"))
     run.holder_file(0).unlink()
-    assert [entry["job"] for entry in lease.holders(run)] == ["41"]
-    assert [claim["job"] for claim in summarize(run).claims] == ["41"]
+    assert jobs_of(lease.holders(run)) == ["41"]
+    assert jobs_of(summarize(run).claims) == ["41"]
     assert look(run, info("RUNNING"), fake_slurm).end is None
 
 
@@ -312,7 +315,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     """sbatch's answer was lost, or whoever gave the command was killed before it came."""
     fake_slurm["squeue --noheader"] = f"77|{run.batch_script}\n78|/other\n"
     resubmitter = look(run, info("NODE_FAIL"), fake_slurm)
-    assert (submitted, resubmitter.end, lease.holders(run)[0]["job"]) == ([], None, "77")
+    assert (submitted, resubmitter.end, jobs_of(lease.holders(run))[0]) == ([], None, "77")
     says(capsys.readouterr().err)
 
 
@@ -355,7 +358,7 @@ def test_an_earlier_job_that_still_leaves_its_nodes_does_not_continue_the_run(
     fake_slurm["squeue --noheader"] = f"40|{run.batch_script}\n"
     resubmitter = Resubmitter(run)
     resubmitter.look()
-    assert (submitted, resubmitter.end, lease.holders(run)[0]["job"]) == ([], None, "41")
+    assert (submitted, resubmitter.end, jobs_of(lease.holders(run))[0]) == ([], None, "41")
     fake_slurm["squeue --noheader"] = ""
     resubmitter.look()
     assert submitted == ["job.sbatch"]
@@ -568,7 +571,7 @@ def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
     resubmitter = Resubmitter(run)
     for _ in range(2):
         resubmitter.look()
-    assert (resubmitter.end, lease.holders(run)[0]["job"]) == (None, "42")
+    assert (resubmitter.end, jobs_of(lease.holders(run))[0]) == (None, "42")
 
 
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
@@ -682,7 +685,7 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     """No Slurm job holds either."""
     run = RunDirectory(tmp_path / "run")
     run.create()
-    write_json(run.loop_file, lease.of_this_process(), mode=0o600)
+    write_claim(run.loop_file, run, lease.of_this_process())
     local = Resubmitter(run)
     assert local.look() is None
     lease.take(run, run.create_attempt(), lease.of_this_process())
@@ -690,8 +693,8 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     starting, trains = capsys.readouterr().err.splitlines()
     assert starting == "run: running (local run, starting)"
     assert re.fullmatch(r"run: running \(process \d+ on this machine\)", trains)
-    write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
-    write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
+    write_claim(run.loop_file, run, replace(lease.of_this_process(), process_start="1"))
+    write_claim(run.holder_file(0), run, replace(lease.of_this_process(), process_start="1"))
     assert (local.look(100), local.look()) == (None, "stopped")
     says(capsys.readouterr().err)
 
@@ -717,5 +720,5 @@ def test_a_failed_local_run_is_continued_locally(tmp_path: Path) -> None:
     run.create()
     summary, failed = Summary(run, "run"), RunState("failed", "the job ended")
     assert f"clusterddp submit --run-dir {run}" in state_sentence(summary, failed)
-    write_json(run.loop_file, lease.of_this_process(), mode=0o600)
+    write_claim(run.loop_file, run, lease.of_this_process())
     assert f"clusterddp submit --local --run-dir {run}" in state_sentence(summary, failed)
