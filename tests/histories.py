@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -37,13 +38,20 @@ def happened(run: RunDirectory, *lines: Mapping[str, Any]) -> None:
 
 def whole(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line with a value of its type for each field that is missing and must be there."""
-    if (kind := EVENTS.get(line["event"])) is None:
-        return {"time": 0.0, "attempt": 0, **line}
+    found = {"time": 0.0, "attempt": 0, **line}
+    for name, annotation in _required(line["event"]).items():
+        if name not in found:
+            found[name] = _value(annotation)
+    return found
+
+
+@cache
+def _required(event: str) -> Mapping[str, Any]:
+    """The types of the fields that each line of an event has. None of an unknown event."""
+    if (kind := EVENTS.get(event)) is None:
+        return {}
     always, _ = fields(listed(kind))
-    types = get_type_hints(kind)
-    missing = {name: types[name] for name in types if name in always and name not in line}
-    filled = {name: _value(annotation) for name, annotation in missing.items()}
-    return {"time": 0.0, "attempt": 0, **line, **filled}
+    return {name: annotation for name, annotation in get_type_hints(kind).items() if name in always}
 
 
 def _value(annotation: Any) -> Any:
