@@ -49,13 +49,13 @@ def _unread(line: Mapping[str, Any]) -> Unread:
 def encode(event: Event) -> dict[str, Any]:
     """The object of an event's line. Without the fields that have their default, unless the event was read from a line
     with them. A field that was changed since is the last one."""
-    kind = type(event)
+    own_fields = _fields(type(event))  # type: ignore[arg-type]  # mypy: a class is not Hashable
     values = {"time": event.time, "attempt": event.attempt, "event": name_of(event)}
-    own = {item.name: getattr(event, item.name) for item in _fields(kind)}
+    own = {item.name: getattr(event, item.name) for item in own_fields}
     values |= {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
     values |= event.others
     missing = (None,) if event.order else ()
-    omitted = {item.name for item in _fields(kind) if own[item.name] in (item.default, *missing)}
+    omitted = {item.name for item in own_fields if own[item.name] in (item.default, *missing)}
     names = dict.fromkeys((*event.order, *(name for name in values if name not in omitted)))
     return {name: values[name] for name in names}
 
@@ -75,7 +75,7 @@ def words_of(event: Event) -> str | None:
     return in_one_line(text) if text else None
 
 
-def listed(kind: type[Any]) -> str:
+def listed(kind: Any) -> str:
     """The names of an event's fields, as in ``step? reason`` if ``step`` may be missing. Without ``rank``, which every
     event may have, unless this event always has it."""
     always = {item.name for item in _fields(kind) if item.default is MISSING}
@@ -86,10 +86,12 @@ def listed(kind: type[Any]) -> str:
 @cache
 def _entries(event: str) -> Mapping[str, Entry]:
     """How the fields of a line are read."""
-    entries = codec.entries(EVENTS[event])  # type: ignore[arg-type]  # mypy: a class is not Hashable
-    return {name: entries[name] for name in (*_OF_EVERY_LINE, *(item.name for item in _fields(EVENTS[event])))}
+    kind: Any = EVENTS[event]
+    entries = codec.entries(kind)
+    return {name: entries[name] for name in (*_OF_EVERY_LINE, *(item.name for item in _fields(kind)))}
 
 
-def _fields(kind: type[Any]) -> tuple[Field[Any], ...]:
+@cache
+def _fields(kind: Any) -> tuple[Field[Any], ...]:
     """The fields of a class that are of its lines alone."""
     return tuple(item for item in fields(kind) if item.name not in (*_OF_EVERY_LINE, "others", "order", "event"))
