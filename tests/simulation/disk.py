@@ -24,8 +24,9 @@ from tests.simulation.world import EPOCH, Killed, Process, World
 
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
-#: What they do read: claims; files in the run's folder; these, and what is added to them; which attempts have folders.
-CLAIMS, FILES, LINES, ATTEMPTS = range(4)
+#: What they do read: claims; files in the run's folder; these, and what is added to them; which attempts have folders;
+#: all of it, and what grows with each step.
+CLAIMS, FILES, LINES, ATTEMPTS, ALL = range(5)
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Disk:
         #: Who holds a file's lock.
         self.locks: dict[str, Process | None] = {}
         #: Counts the changes of what `remembered` functions read.
-        self.changes = [0, 0, 0, 0]
+        self.changes = [0, 0, 0, 0, 0]
         #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
         self._known: dict[tuple[Any, ...], tuple[Any, int, int, float]] = {}
         #: How many steps were made so far, and when the first of the folders that count was looked into.
@@ -184,6 +185,7 @@ class Disk:
     def _change(self, name: str) -> None:
         if UNSEEN in name:
             return
+        self.changes[ALL] += 1
         if "/private" in name or "/logs" in name:
             self.changes[CLAIMS] += 1
             self.changes[ATTEMPTS] += _above(name).endswith(("/private", "/logs"))
@@ -267,6 +269,7 @@ class Disk:
         node = self.nodes.get(name) or self._add(name)
         seen = not name.endswith(UNREAD)
         self.changes[LINES] += seen
+        self.changes[ALL] += 1
         before, data = node.data, f"{_encoded(value)}\n".encode()
         if self.slow and self.world.random.random() < self.slow:
             node.data = before + data[: len(data) // 2]
@@ -279,6 +282,7 @@ class Disk:
         at = len(before)
         node.data, node.changed = node.data[:at] + data + node.data[at + len(data) :], self.world.now
         self.changes[LINES] += seen
+        self.changes[ALL] += 1
 
     def remove(self, path: Path) -> None:
         """As in files.py."""
@@ -400,4 +404,5 @@ class _Open(io.BytesIO):
         """As of a file."""
         self._node.data = self._node.data[:size]
         self._disk.changes[LINES] += 1
+        self._disk.changes[ALL] += 1
         return super().truncate(size)

@@ -31,11 +31,13 @@ from clusterddp import process, reporter
 from clusterddp.checkpoint.store import Checkpoint
 from clusterddp.cli import steering
 from clusterddp.errors import RunDirectoryError
+from clusterddp.history import codec as history_codec
+from clusterddp.history.event import Event
 from clusterddp.jobdef import masking
 from clusterddp.jobdef import secrets as job_secrets
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
-from clusterddp.rundir import claims, files, json_lines, ownership, records, run_directory, schemas
+from clusterddp.rundir import claims, files, json_lines, ownership, records, run_directory, schemas, summary
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands, polling, queue, slurmd
@@ -53,7 +55,7 @@ from clusterddp.supervisor import (
 )
 from clusterddp.supervisor.verdict import failure_text
 from tests.simulation import sweeps
-from tests.simulation.disk import ATTEMPTS, CLAIMS, FILES, LINES, Disk
+from tests.simulation.disk import ALL, ATTEMPTS, CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
@@ -184,6 +186,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     replaced[id(ownership.check_run)] = lambda _: None
     replaced[id(dataclasses.replace)] = _replace
     replaced[id(records.read_json)] = _read_json
+    replaced[id(history_codec.decode)] = _decode
     # Their files have no descriptor, which shows how large a file is.
     replaced[id(records.read_record)] = lambda path: _now.disk.read_bytes(path)
     replaced[id(json_lines.open_lines)] = lambda path: _now.disk.open_binary(path)
@@ -347,6 +350,19 @@ def _parsed(lines: Iterable[bytes], schema: schemas.Schema | None) -> Iterator[t
     return (_parsed_line(line, schema) for line in lines)
 
 
+#: Lines of histories with their events, by the id of the line.
+_events: dict[int, tuple[Mapping[str, Any], Event]] = {}
+_real_decode = history_codec.decode
+
+
+def _decode(line: Mapping[str, Any]) -> Event:
+    """``decode``. No event changes, and no line."""
+    found = _events.get(id(line))
+    if found is None:
+        found = _events[id(line)] = line, _real_decode(line)
+    return found[1]
+
+
 #: Files with what is in them, by schema.
 _files: dict[tuple[bytes, int], Any] = {}
 _real_read_json = records.read_json
@@ -417,6 +433,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield json_lines, "parse", _parsed_line
     yield json_lines, "parsed", _parsed
+    yield history_codec, "decode", _decode
     yield RunDirectory, "attempts", _of_run("attempts", list, ATTEMPTS, _attempts)
     yield RunDirectory, "events", _of_run("events", list, LINES)
     yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
@@ -426,12 +443,15 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
 
 def _reading() -> dict[int, Callable[..., Any]]:
     """Functions that only read, and find the same until something changes; by the id of what they replace."""
-    holders = lease.holders
+    holders, summarize = lease.holders, summary.summarize
 
     def held(run: RunDirectory) -> Any:
         return _now.disk.remembered(lambda: holders(run), list, CLAIMS, "held", str(run.path))
 
-    return {id(holders): held}
+    def summarized(run: RunDirectory) -> summary.Summary:
+        return _now.disk.remembered(lambda: summarize(run), _same, ALL, "summary", str(run.path))
+
+    return {id(holders): held, id(summarize): summarized}
 
 
 def _of_run(
@@ -440,6 +460,11 @@ def _of_run(
     """A method of `RunDirectory` that only reads ``what``."""
     read = method or vars(RunDirectory)[name]
     return lambda run: _now.disk.remembered(lambda: read(run), copied, what, name, str(run.path))
+
+
+def _same(found: Any) -> Any:
+    """Of what nobody changes."""
+    return found
 
 
 def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -488,8 +513,8 @@ def use(world: World, slurm: Slurm, cluster: Cluster, disk: Disk) -> None:
     _now.histories += 1
     if _now.histories % COLLECTED == 0:
         gc.collect()
-        _lines.clear()
-        _files.clear()
+        for known in (_lines, _events, _files):
+            known.clear()
     before = _now.disk
     _now.world, _now.slurm, _now.cluster, _now.disk = world, slurm, cluster, disk
     _os.world = world
