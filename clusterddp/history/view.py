@@ -117,7 +117,9 @@ class RunView(Events):
     def add(self, event: Event) -> None:
         """Adds an event that was recorded after the others."""
         super().add(event)
-        self._attempts.setdefault(event.attempt, AttemptView(event.attempt)).add(event)
+        if (attempt := self._attempts.get(event.attempt)) is None:
+            attempt = self._attempts[event.attempt] = AttemptView(event.attempt)
+        attempt.add(event)
 
     def attempt(self, number: int) -> AttemptView:
         """An attempt."""

@@ -237,7 +237,6 @@ def errors_of(*command: str) -> str:
 
 def _completed(command: Sequence[str], timeout_s: float | None) -> subprocess.CompletedProcess[str]:
     require(command[0])
-    shown = " ".join(word if len(word) < 200 else f"{word[:60]}..." for word in command)  # such as the ids of many jobs
     try:
         done = subprocess.run(
             command,
@@ -249,16 +248,21 @@ def _completed(command: Sequence[str], timeout_s: float | None) -> subprocess.Co
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailable(f"`{shown}` did not answer within {timeout_s:.0f} s") from error
+        raise SlurmUnavailable(f"`{_shown(command)}` did not answer within {timeout_s:.0f} s") from error
     except OSError as error:  # no memory or file descriptor left at the moment, or the disk does not answer
-        raise SlurmUnavailable(f"could not start `{shown}`: {error}") from error
+        raise SlurmUnavailable(f"could not start `{_shown(command)}`: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         kind = SlurmError if is_refusal(command, lines) else SlurmUnavailable
         kind = SubmissionForbidden if is_forbidden(command, lines) else kind
         said = lines[-8:]  # a site's plugin explains a refusal in several
-        raise kind(f"`{shown}` failed: {', '.join(said)}")
+        raise kind(f"`{_shown(command)}` failed: {', '.join(said)}")
     return done
+
+
+def _shown(command: Sequence[str]) -> str:
+    """A command in a message. A word, such as the ids of many jobs, may be long."""
+    return " ".join(word if len(word) < 200 else f"{word[:60]}..." for word in command)
 
 
 def _environment(command: Sequence[str]) -> dict[str, str]:
