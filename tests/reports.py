@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from clusterddp.history.codec import encode, read
@@ -18,6 +19,9 @@ from tests.histories import whole
 _FIELDS: Mapping[str, Mapping[str, Any]] = {"alive": {"count": 0, "step": 0, "age_s": 0.0}}
 
 
+_read = lru_cache(4096)(read_report)
+
+
 def reported(rank: int, name: str, values: Mapping[str, Any] | None = None) -> RankEvent:
     """A rank has sent a report of this name with these fields, and others that it must have."""
     fields = whole({"event": name, **_FIELDS.get(name, {}), **(values or {})})
@@ -25,7 +29,7 @@ def reported(rank: int, name: str, values: Mapping[str, Any] | None = None) -> R
         return RankEvent(rank, Joined(fields["host"]))
     if name == "rejoined":  # made by the supervisor
         return RankEvent(rank, read({**fields, "time": 0.0, "attempt": 0, "rank": rank}))
-    return RankEvent(rank, read_report(rank, json.dumps(fields).encode()))
+    return RankEvent(rank, _read(rank, json.dumps(fields).encode()))
 
 
 def beat_of(values: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from clusterddp.rundir.files import finite
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.simulation.world import EPOCH, Killed, Process, World
 
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
@@ -27,6 +28,7 @@ UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
 #: What they do read: claims; files in the run's folder; these, and what is added to them; which attempts have folders;
 #: all of it, and what grows with each step.
 CLAIMS, FILES, LINES, ATTEMPTS, ALL = range(5)
+_MISSING = os.strerror(errno.ENOENT)
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Disk:
         #: Counts the changes of what `remembered` functions read.
         self.changes = [0, 0, 0, 0, 0]
         #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
-        self._known: dict[tuple[Any, ...], tuple[Any, int, int, float]] = {}
+        self._known: dict[tuple[str, str, str], tuple[Any, int, int, float]] = {}
         #: How many steps were made so far, and when the first of the folders that count was looked into.
         self._steps, self._oldest = 0, math.inf
         #: Draws of slow steps that are made already.
@@ -96,16 +98,23 @@ class Disk:
             if (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
                 raise OSError(code, os.strerror(code), str(path))
 
-    def remembered(self, read: Callable[..., Any], copied: Callable[[Any], Any], what: int, *names: Any) -> Any:
-        """What ``read()`` returns, which only reads; the same as before, without reading, if nothing has changed.
+    def remembered(
+        self,
+        read: Callable[[RunDirectory], Any],
+        run: RunDirectory,
+        copied: Callable[[Any], Any],
+        what: int,
+        name: str,
+    ) -> Any:
+        """What ``read(run)`` returns, which only reads; the same as before, without reading, if nothing has changed.
 
-        ``what`` it reads: ``CLAIMS``, ``FILES`` or ``LINES``. ``names``: of the function, and what it reads.
+        ``what`` it reads: one of the numbers above. ``name``: of the function.
         """
         world = self.world
         thread = world.thread
         if thread is None or not thread.process.alive or self.broken[0] > world.now:
-            return read()
-        key = (thread.process.node, names)
+            return read(run)
+        key = (thread.process.node, name, str(run.path))
         now = self.changes[what]
         known = self._known.get(key)
         if known is not None:
@@ -119,7 +128,7 @@ class Disk:
         outer, self._oldest = self._oldest, math.inf
         wait, steps = thread.wait, self._steps
         try:
-            found = read()
+            found = read(run)
             if thread.wait == wait:  # else others have run meanwhile
                 self._known[key] = copied(found), now, self._steps - steps, self._oldest
         finally:
@@ -159,14 +168,14 @@ class Disk:
     def _there(self, path: Path) -> Node:
         node = self._seen(str(path))
         if node is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise FileNotFoundError(errno.ENOENT, _MISSING, str(path))
         return node
 
     def _add(self, name: str, folder: bool = False) -> Node:
         folder_above = _above(name)
         above = self.nodes.get(folder_above)
         if above is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            raise FileNotFoundError(errno.ENOENT, _MISSING, name)
         self._inodes += 1
         where = self.world.process.node if self.world.thread is not None else ""
         node = self.nodes[name] = Node(self._inodes, self.world.now, where, folder)

@@ -107,6 +107,7 @@ class _Os:
 
     def __init__(self) -> None:
         self.world: World
+        vars(self).update({name: value for name, value in vars(os).items() if name not in vars(_Os)})
 
     @property
     def environ(self) -> dict[str, str]:
@@ -117,8 +118,8 @@ class _Os:
         """The process's own."""
         return self.world.process.pid
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+    def __getattr__(self, name: str) -> Any:  # for type checkers
+        raise AttributeError(name)
 
 
 @cache
@@ -437,6 +438,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield RunDirectory, "attempts", _of_run("attempts", list, ATTEMPTS, _attempts)
     yield RunDirectory, "events", _of_run("events", list, LINES)
     yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
+    yield summary, "_History", _of_run("ends", _same, LINES, summary._History)
     for name in ("attempt_logs", "attempt_private", "holder_file", "control_file", "resume_record"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
 
@@ -445,21 +447,18 @@ def _reading() -> dict[int, Callable[..., Any]]:
     """Functions that only read, and find the same until something changes; by the id of what they replace."""
     holders, summarize = lease.holders, summary.summarize
 
-    def held(run: RunDirectory) -> Any:
-        return _now.disk.remembered(lambda: holders(run), list, CLAIMS, "held", str(run.path))
-
-    def summarized(run: RunDirectory) -> summary.Summary:
-        return _now.disk.remembered(lambda: summarize(run), _same, ALL, "summary", str(run.path))
-
-    return {id(holders): held, id(summarize): summarized}
+    return {
+        id(holders): _of_run("held", list, CLAIMS, holders),
+        id(summarize): _of_run("summary", _same, ALL, summarize),
+    }
 
 
 def _of_run(
     name: str, copied: Callable[[Any], Any], what: int, method: Callable[[RunDirectory], Any] | None = None
 ) -> Callable[[RunDirectory], Any]:
-    """A method of `RunDirectory` that only reads ``what``."""
+    """A method of `RunDirectory`, or a function, that only reads ``what``."""
     read = method or vars(RunDirectory)[name]
-    return lambda run: _now.disk.remembered(lambda: read(run), copied, what, name, str(run.path))
+    return lambda run: _now.disk.remembered(read, run, copied, what, name)
 
 
 def _same(found: Any) -> Any:
