@@ -265,7 +265,7 @@ def test_what_a_failed_sync_has_lost_is_written_again(stories: Stories, replay: 
     wrong = []
     syncs = [moment for moment in stories.moments if moment.name == "fsync"]
     cases = some(syncs, 120)
-    always = some([sync for sync in syncs if "metrics" in sync.path], 5)
+    always = some([sync for sync in syncs if "metrics" in sync.path], 10)
     always += [folder for file, folder in itertools.pairwise(syncs) if "outcome" in file.path]
     for moment in [*cases, *(sync for sync in always if sync not in cases)]:
         before, recording = stories.fail_and_record(moment, "EIO")

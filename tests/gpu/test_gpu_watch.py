@@ -18,6 +18,7 @@ FAULTS = [{"attempt": 0, "kind": "illegal", "inside": "forward", "op": "addmm", 
 NVML = Path(__file__).parents[1] / "nvml"
 
 
+@pytest.mark.product  # unit/test_gpus.py has the Xid, test_device_faults.py the box
 def test_an_xid_of_a_ranks_gpu_is_in_the_history_and_in_the_box_about_the_failure(
     gpus: GPUs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

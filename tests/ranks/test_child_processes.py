@@ -252,7 +252,7 @@ def test_a_rank_that_replaces_its_program_by_exec_keeps_its_place(tmp_path: Path
     """Scripts set LD_LIBRARY_PATH so. The stop is saved, and no step is repeated."""
     script, run = tmp_path / "replaced.py", RunDirectory(tmp_path / "run")
     script.write_text(REPLACED)
-    shape = ["--device", "cpu", "--gpus", "2"]
+    shape = ["--device", "cpu", "--gpus", "1"]
     assert submit(run, str(script), *shape, "--", how).returncode == 130, story(run)
     assert submit(run).returncode == 0, story(run)
     events = {(event["attempt"], event["event"]): event for event in run.events()}

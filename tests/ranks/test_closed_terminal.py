@@ -57,7 +57,7 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(status[0])
 
 
-@pytest.mark.parametrize("nohup", [False, True])
+@pytest.mark.parametrize("nohup", [False, pytest.param(True, marks=pytest.mark.product)])
 def test_a_local_run_whose_terminal_is_closed_saves_and_stops_or_continues_under_nohup(
     tmp_path: Path, nohup: bool
 ) -> None:

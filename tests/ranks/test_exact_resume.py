@@ -43,20 +43,14 @@ FACTORS = (
     (0, 2),
     (TWICE_IN_AN_EPOCH, AT_THE_END_OF_AN_EPOCH, FIRST_STEP_AND_SECOND_EPOCH),
 )
-#: Each value of a factor meets each of every other, but for 4 ranks: they show what 3 do.
-PAIRWISE = [
-    (1, "dynamic", 1, None, 0, TWICE_IN_AN_EPOCH),
-    (1, "static", 1, "float16", 0, AT_THE_END_OF_AN_EPOCH),
-    (1, "unused", 1, "bfloat16", 0, FIRST_STEP_AND_SECOND_EPOCH),
-    (1, "dynamic", 2, "bfloat16", 2, AT_THE_END_OF_AN_EPOCH),
-    (2, "dynamic", 1, "float16", 0, FIRST_STEP_AND_SECOND_EPOCH),
-    (2, "static", 1, "bfloat16", 2, TWICE_IN_AN_EPOCH),
+#: Each value of a factor meets a few of every other. A run of 4 ranks shows what one of 3 does.
+TYPICAL = [
+    (1, "dynamic", 1, None, 0, AT_THE_END_OF_AN_EPOCH),
+    (2, "static", 1, "bfloat16", 2, FIRST_STEP_AND_SECOND_EPOCH),
     (2, "unused", 2, None, 0, AT_THE_END_OF_AN_EPOCH),
-    (3, "dynamic", 1, "bfloat16", 0, AT_THE_END_OF_AN_EPOCH),
-    (3, "static", 2, None, 2, FIRST_STEP_AND_SECOND_EPOCH),
-    (3, "unused", 2, "float16", 2, TWICE_IN_AN_EPOCH),
+    (3, "dynamic", 2, "float16", 2, TWICE_IN_AN_EPOCH),
 ]
-CASES = list(itertools.product(*FACTORS)) if "CLUSTERDDP_TEST_PRODUCT" in os.environ else PAIRWISE
+CASES = list(itertools.product(*FACTORS)) if "CLUSTERDDP_TEST_PRODUCT" in os.environ else TYPICAL
 
 
 @dataclass(frozen=True)
@@ -192,7 +186,7 @@ def test_a_compiled_model_is_resumed_exactly(
             ("--ddp", '{"static_graph": true}'),
             "model is wrapped in DDP with static_graph=True, without all_used_once=True",
         ),
-        (("--plain-ddp",), "model is wrapped in DDP, but not by ctx.wrap()"),
+        pytest.param(("--plain-ddp",), "model is wrapped in DDP, but not by ctx.wrap()", marks=pytest.mark.product),
     ],
 )
 def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(

@@ -39,6 +39,7 @@ def mean_of(run: RunDirectory, name: str, steps: range) -> float:
     return sum(float(values[step]) for step in steps) / len(steps)
 
 
+@pytest.mark.product  # unit/test_orders.py has weighted draws
 def test_weighted_digits_preempted_around_an_epochs_end_draws_rare_digits_as_often_as_others(tmp_path: Path) -> None:
     """An epoch is 12.02 steps; one image in 14 is of a rare digit."""
     said = r"769 training images, 7% of them of 5 to 9\ntest images that are recognized: \d+% of 5 to 9, \d+% of"
@@ -47,6 +48,7 @@ def test_weighted_digits_preempted_around_an_epochs_end_draws_rare_digits_as_oft
     assert 0.4 < mean_of(run, "rare", range(30)) < 0.6
 
 
+@pytest.mark.product  # test_orders.py resumes an order
 def test_bucketed_text_preempted_around_an_epochs_end_has_little_padding(tmp_path: Path) -> None:
     """An epoch is 24 steps of 16 lines; with lines of any length in a batch, half of the characters are padding."""
     said = r"392 lines of \d+ to \d+ characters"
@@ -55,6 +57,7 @@ def test_bucketed_text_preempted_around_an_epochs_end_has_little_padding(tmp_pat
     assert mean_of(run, "padding", range(24)) < 0.2
 
 
+@pytest.mark.product  # test_many_models.py has two models
 def test_gan_preempted_is_the_same_for_both_models_and_optimizers(tmp_path: Path) -> None:
     said = r"the generated points are at \d\.\d+ from the center on average"
     trained(tmp_path, "gan", "--steps", 40, stops=[0, 20], resumed=[1, 21], said=said)

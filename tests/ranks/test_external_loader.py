@@ -180,7 +180,7 @@ for batch in run.steps(25):
 """
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.product)])
 def test_an_iterable_dataset_with_workers_that_was_preempted_is_read_again_to_its_place(
     tmp_path: Path, persistent: bool
 ) -> None:

@@ -37,14 +37,19 @@ def local(run: RunDirectory, *options: str, visible: str | None = None) -> subpr
 @pytest.mark.parametrize(
     ("shape", "visible", "expected"),
     [
-        (["--gpus", "4", *SHARED], None, ["0 0 2 none", "1 1 2 none"]),
+        pytest.param(["--gpus", "4", *SHARED], None, ["0 0 2 none", "1 1 2 none"], marks=pytest.mark.product),
         (
             ["--nodes", "2", "--gpus", "4", *SHARED],
             None,
             ["0 0 2 0,1,2,3", "1 1 2 0,1,2,3", "2 0 2 4,5,6,7", "3 1 2 4,5,6,7"],
         ),
         (["--nodes", "2", "--gpus", "1"], "3,GPU-5", ["0 0 1 3", "1 0 1 GPU-5"]),
-        (["--nodes", "2", "--gpus", "2", "--device", "cpu", *SHARED], None, ["0 0 1 none", "1 0 1 none"]),
+        pytest.param(
+            ["--nodes", "2", "--gpus", "2", "--device", "cpu", *SHARED],
+            None,
+            ["0 0 1 none", "1 0 1 none"],
+            marks=pytest.mark.product,
+        ),
     ],
 )
 def test_each_local_node_has_its_own_share_of_this_machines_gpus(

@@ -76,14 +76,18 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("how", "stop", "options", "inexact"),
     [
-        ("each step", 7, "{}", []),  # one backward waits
+        pytest.param("each step", 7, "{}", [], marks=pytest.mark.product),  # one backward waits
         ("each step", 8, '{"gradient_as_bucket_view": true}', []),  # two do
         ("two optimizers", 7, "{}", []),  # the other one steps in each step
-        ("unused", 7, '{"find_unused_parameters": true}', []),  # the model's last parameter gets no gradient
+        pytest.param(  # the model's last parameter gets no gradient
+            "unused", 7, '{"find_unused_parameters": true}', [], marks=pytest.mark.product
+        ),
         ("module dict", 7, "{}", []),  # what the run is given is not itself in DDP
         pytest.param("compiled", 7, "{}", [], marks=pytest.mark.product),  # test_compiled_shapes.py has compiled models
-        ("evaluation before", 7, "{}", []),  # after the backward, without gradients
-        ("no_sync flag", 7, "{}", []),
+        pytest.param(  # after the backward, without gradients
+            "evaluation before", 7, "{}", [], marks=pytest.mark.product
+        ),
+        pytest.param("no_sync flag", 7, "{}", [], marks=pytest.mark.product),
         ("no_sync", 7, "{}", []),  # each rank has its own
         ("no_sync branches", 8, '{"find_unused_parameters": true}', []),  # used in no_sync only, on rank 1 only
         pytest.param(  # as the one above, and "each step" with it
@@ -93,7 +97,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
             [],
             marks=pytest.mark.product,
         ),
-        ("no_sync", 6, "{}", []),
+        pytest.param("no_sync", 6, "{}", [], marks=pytest.mark.product),
         ("evaluation", 6, "{}", []),  # the backward of the step that is done again is not one that waits
         ("evaluation", 7, "{}", LOST),
     ],
@@ -163,8 +167,8 @@ if ctx.is_main:
 """
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize("zeroed_to", ["zeros", "none"])
+@pytest.mark.parametrize("place", [pytest.param("before", marks=pytest.mark.product), "after"])
+@pytest.mark.parametrize("zeroed_to", ["zeros", pytest.param("none", marks=pytest.mark.product)])
 def test_parameters_that_a_step_leaves_unused_are_updated_as_without_a_stop(
     tmp_path: Path, zeroed_to: str, place: str
 ) -> None:

@@ -55,7 +55,10 @@ def shown(*script: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": {" in line)
 
 
-@pytest.mark.parametrize("begin", ["ctx = clusterddp.init()\nif True:", "with clusterddp.init() as ctx:"])
+@pytest.mark.parametrize(
+    "begin",
+    ["ctx = clusterddp.init()\nif True:", pytest.param("with clusterddp.init() as ctx:", marks=pytest.mark.product)],
+)
 def test_a_model_that_the_script_keeps_does_not_keep_the_group(tmp_path: Path, begin: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(WRAPPED.format(begin=begin))

@@ -138,6 +138,7 @@ for _ in run.steps(1):
 """
 
 
+@pytest.mark.product  # unit/test_decide.py has both
 def test_ranks_that_never_connect_restart_and_one_that_calls_init_late_is_waited_for(run: RunDirectory) -> None:
     """The first attempt ends with the stack of the rank that did not connect. In the second, a rank is late for longer
     than ranks may take to connect."""

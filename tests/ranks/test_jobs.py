@@ -247,6 +247,7 @@ def test_charlm_preempted_is_the_same_run(charlm: tuple[RunDirectory, str], run:
 # ---- skew
 
 
+@pytest.mark.product  # test_hangs.py has slow ranks, test_process_group.py the timeout
 def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_attempt(
     run: RunDirectory, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ class Counting:
         return DelayedSubmission(self, word + " again")
 
 
+@pytest.mark.product  # test_submitit_launchers.py has callables
 def test_a_submitit_callable_continues_from_its_checkpoint(launch: Launch, marks: Path) -> None:
     """Each attempt calls it once, on rank 0. Every rank of the next attempt calls what it returned."""
     handle = launch(Counting(marks, waits=2), "trained")

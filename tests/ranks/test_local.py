@@ -88,6 +88,7 @@ def check_same(run: RunDirectory, reference: RunDirectory) -> None:
     assert differing(final_state(run), final_state(reference)) == []
 
 
+@pytest.mark.product  # unit/test_attempt.py has the limit
 def test_a_run_saves_and_fails_as_soon_as_its_gpu_hours_are_used_up(tmp_path: Path) -> None:
     """It was looked at between attempts only, and this one would have trained for minutes."""
     run, limit = RunDirectory(tmp_path / "run"), ["--set", "limits.gpu_hours=0.008"]
@@ -350,6 +351,7 @@ def test_a_preemption_while_the_model_is_built_does_not_wait_for_the_restore(run
     assert [event["step"] for event in run.events() if event["event"] == "resumed"] == [3]
 
 
+@pytest.mark.product  # slurm/test_script_process.py has the same on a real Slurm
 def test_a_rank_that_saves_after_a_notice_outlives_its_peers(run: RunDirectory) -> None:
     """Rank 1 dies of the TERM; rank 0's own save takes longer than the peers of a failed rank have otherwise."""
     process = start(run, "tests/scripts/saving_alone.py", "--device", "cpu", "--gpus", "2", "--", "8")
@@ -526,6 +528,7 @@ def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDir
     assert not run.path.exists()
 
 
+@pytest.mark.product  # test_submit_again.py changes arguments
 def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirectory) -> None:
     """The same command again does nothing and succeeds; other arguments are refused, and --change applies them."""
     one_rank = [*TRAINING, "--nodes", "1"]

@@ -31,7 +31,14 @@ for (x,) in run.epochs(5) if sys.argv[1] == "loop" else []:
 """
 
 
-@pytest.mark.parametrize(("how", "confirmed"), [("no loop", False), ("iterator", False), ("loop", True)])
+@pytest.mark.parametrize(
+    ("how", "confirmed"),
+    [
+        ("iterator", False),
+        pytest.param("no loop", False, marks=pytest.mark.product),
+        pytest.param("loop", True, marks=pytest.mark.product),  # as most runs of tests
+    ],
+)
 def test_a_script_that_begins_no_loop_is_not_confirmed(
     run: RunDirectory, tmp_path: Path, how: str, confirmed: bool
 ) -> None:

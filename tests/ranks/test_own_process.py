@@ -71,6 +71,7 @@ with clusterddp.init() as ctx:
 """
 
 
+@pytest.mark.product  # test_lost_parts.py resumes without logs
 def test_a_run_continues_after_its_script_has_deleted_the_logs(tmp_path: Path) -> None:
     """The next attempt has its log there."""
     run = RunDirectory(tmp_path / "run")

@@ -46,7 +46,7 @@ sys.exit(0) if sys.argv[1] != "os._exit at the end" else os._exit(0)
         pytest.param(  # test_early_end.py has loops that are left by break
             "break", "completed", "all ranks finished", marks=pytest.mark.product
         ),
-        ("os._exit at the end", "completed", "all ranks finished"),
+        pytest.param("os._exit at the end", "completed", "all ranks finished", marks=pytest.mark.product),
     ],
 )
 def test_exit_code_0_with_steps_left_is_not_completed(tmp_path: Path, how: str, state: str, reason: str) -> None:
@@ -61,7 +61,10 @@ def test_exit_code_0_with_steps_left_is_not_completed(tmp_path: Path, how: str, 
     assert run.attempts() == [0]
 
 
-@pytest.mark.parametrize(("code", "shown"), [("True", 1), ("2**70 - 1", 255), ("256", 1)])
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [*(pytest.param(code, 1, marks=pytest.mark.product) for code in ("True", "256")), ("2**70 - 1", 255)],
+)
 def test_a_script_that_exits_with_any_other_code_has_failed(tmp_path: Path, code: str, shown: int) -> None:
     """Also where none of the 8 bits that the system takes of a number is set: a shell would see 0."""
     script, run = tmp_path / "exits.py", RunDirectory(tmp_path / "run")
@@ -154,7 +157,14 @@ raise ValueError("bad label")
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "text", "interrupt", "worker", "peer"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(how, marks=pytest.mark.product) for how in ("raise", "exit", "text", "interrupt")),
+        "worker",
+        "peer",
+    ],
+)
 def test_exit_handlers_run_after_a_failure_also_on_ranks_that_wait_for_the_failed_one(tmp_path: Path, how: str) -> None:
     """Loggers and trackers write their last lines there. ``peer``: rank 0 never returns to its script."""
     script, run, ranks = tmp_path / "fails.py", RunDirectory(tmp_path / "run"), 2 if how == "peer" else 1

@@ -62,7 +62,7 @@ def contents(folder: Path) -> dict[str, object]:
     return {path.name: (path.read_bytes(), path.stat().st_mode) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("then", ["train", "fail"])
+@pytest.mark.parametrize("then", [pytest.param("train", marks=pytest.mark.product), "fail"])
 def test_a_run_whose_folder_is_replaced_writes_and_deletes_nothing_in_the_new_one(
     group_folder: Path, open_folder: Path, then: str
 ) -> None:
@@ -120,6 +120,7 @@ def test_a_command_refuses_a_folder_that_was_put_in_the_place_of_a_run(
     assert contents(precious) == before, done.stderr
 
 
+@pytest.mark.product  # test_lost_parts.py resumes a copy in another folder
 def test_a_run_that_its_owner_renames_between_two_jobs_continues(group_folder: Path, open_folder: Path) -> None:
     """Under its new name, from its checkpoint."""
     run, moved = RunDirectory(group_folder / "run"), RunDirectory(group_folder / "moved")

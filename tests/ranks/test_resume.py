@@ -70,7 +70,9 @@ def test_a_term_at_a_random_moment_to_a_random_rank_stops_all_after_the_same_ste
     assert [line["step"] for line in values(stopped)] == list(range(STEPS))
 
 
-@pytest.mark.parametrize(("moment", "step"), [("evaluation batch", 6), ("evaluating", None)])
+@pytest.mark.parametrize(
+    ("moment", "step"), [pytest.param("evaluation batch", 6, marks=pytest.mark.product), ("evaluating", None)]
+)
 def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(
     tmp_path: Path, moment: Any, step: Any
 ) -> None:

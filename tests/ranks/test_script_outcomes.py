@@ -50,7 +50,7 @@ def outcome() -> dict[str, object]:
     return dict(RunDirectory("run").outcome() or {})
 
 
-@pytest.mark.parametrize("name", ["USR1", "USR2"])
+@pytest.mark.parametrize("name", ["USR1", pytest.param("USR2", marks=pytest.mark.product)])
 def test_every_rank_gets_the_signal_that_its_script_expects_and_may_save(folder: Path, name: str) -> None:
     """As fairseq2 and lingua: instead of TERM, once; exit code 0 then is a stop; rank 1 takes longer than rank 0."""
     job = ["--set", f"stop.signal={name}", "--preempt-at", "^step 3$"]

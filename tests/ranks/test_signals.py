@@ -107,6 +107,7 @@ def _line_of(text: str) -> int:
     return next(number for number, line in enumerate(OWN_HANDLER.splitlines(), 1) if line.startswith(text))
 
 
+@pytest.mark.product  # slurm/test_preemption.py has a supervisor's notice
 def test_a_notice_without_a_signal_comes_from_the_supervisor(tmp_path: Path) -> None:
     """The script's handler does nothing, and the wakeup descriptor is removed; all ranks save and stop."""
     act = "signal.signal(signal.SIGTERM, lambda *_: None); signal.set_wakeup_fd(-1)"

@@ -132,6 +132,7 @@ for batch in run.steps(20):
 """
 
 
+@pytest.mark.product  # test_context.py has the refusal, unit/test_verdict.py what follows
 def test_a_checkpoint_that_does_not_fit_is_refused_once(tmp_path: Path) -> None:
     """The same script fails again in the same way, so no restart follows, although the run has made progress."""
     script, run = tmp_path / "widened.py", RunDirectory(tmp_path / "run")

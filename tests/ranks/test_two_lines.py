@@ -186,6 +186,7 @@ for process in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)
 """
 
 
+@pytest.mark.product  # test_child_processes.py has processes of a script
 def test_processes_of_the_script_are_told_that_they_get_no_stop_and_the_history_says_it_once(tmp_path: Path) -> None:
     """As those of torch.multiprocessing.spawn: they have the rank's environment, and no supervisor."""
     script, run = tmp_path / "starts.py", RunDirectory(tmp_path / "run")

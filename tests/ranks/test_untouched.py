@@ -138,7 +138,7 @@ def test_a_resume_is_recorded_once_the_script_has_read_its_checkpoint(run: RunDi
     assert "attempt 1: resumed from out/model-8.pt" in said
 
 
-@pytest.mark.parametrize("mark", [(), ("--set", "done={log: ^ends}")])
+@pytest.mark.parametrize("mark", [(), pytest.param(("--set", "done={log: ^ends}"), marks=pytest.mark.product)])
 def test_an_old_result_in_the_output_folder_is_no_training(
     run: RunDirectory, tmp_path: Path, mark: tuple[str, ...]
 ) -> None:
@@ -155,6 +155,7 @@ def test_an_old_result_in_the_output_folder_is_no_training(
     assert (outcome["state"], outcome["confirmed"], outcome["attempts"]) == ("completed", False, 1)
 
 
+@pytest.mark.product  # test_script_outcomes.py has a second exit without the mark
 @pytest.mark.parametrize(
     ("script", "attempts", "code"),
     [
@@ -173,6 +174,7 @@ def test_a_second_exit_without_the_mark_ends_the_run_unless_it_got_further(
     assert outcome.get("confirmed", True) is (code == 0)
 
 
+@pytest.mark.product  # unit/test_script_checkpoints.py passes over files
 def test_half_of_a_set_of_files_is_passed_over_once_the_script_has_failed_with_it(run: RunDirectory) -> None:
     """The newest model has no optimizer beside it."""
     code, said = as_found(run, *RESUMES, script=("--pairs", "--half", "0:8"))
@@ -183,6 +185,7 @@ def test_half_of_a_set_of_files_is_passed_over_once_the_script_has_failed_with_i
     assert "starts at step 4" in (run.attempt_logs(2) / "rank-0.out").read_text()
 
 
+@pytest.mark.product  # test_first_failure.py restarts after an exception
 def test_an_exception_after_steps_that_were_seen_restarts_the_ranks(run: RunDirectory) -> None:
     """Although it came within a minute, and before the first checkpoint."""
     code, said = as_found(run, *RESUMES, script=("--raises", "0:3"))
@@ -221,7 +224,7 @@ if __name__ == "__main__":
     ("method", "joins", "kills"),
     [
         ("fork", "joins", "kills"),
-        ("fork", "leaves", "no"),
+        pytest.param("fork", "leaves", "no", marks=pytest.mark.product),
         pytest.param("fork", "leaves", "kills", marks=pytest.mark.product),
         pytest.param("spawn", "joins", "kills", marks=pytest.mark.product),
         pytest.param("spawn", "leaves", "no", marks=pytest.mark.product),
@@ -275,6 +278,7 @@ def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: Ru
     assert re.search(r"^\S+ +completed +\+14 ", clusterddp("list", run).stdout, re.MULTILINE)
 
 
+@pytest.mark.product  # unit/test_step_log.py has patterns
 def test_a_pattern_for_the_step_that_matches_no_line_is_told(run: RunDirectory, tmp_path: Path) -> None:
     (script := tmp_path / "steps.py").write_text(STEPS)
     done = submit(run, str(script), "--device", "cpu", "--set", r"steps.log=nothing (\d+)")

@@ -198,6 +198,7 @@ def test_a_cut_that_heals_a_slow_network_and_a_requeue_after_completion_cost_not
     assert "has already completed at step 40\n" in log_of(training)
 
 
+@pytest.mark.product  # unit/test_verdict.py has srun's words
 def test_a_rank_that_fills_its_jobs_memory_is_reported_as_out_of_memory_and_all_ranks_restart_in_place(
     clusters: Clusters, runs_on: Callable[[Cluster], Path], uninterrupted_training: RunDirectory
 ) -> None:

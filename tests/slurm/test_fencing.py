@@ -14,9 +14,8 @@ from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 
 
-@pytest.mark.parametrize(
-    "node", [pytest.param("n2", id="a plain node", marks=pytest.mark.product), pytest.param("n1", id="the batch host")]
-)
+@pytest.mark.product  # test_spares.py loses the batch host, ranks/test_resume.py has a superseded rank
+@pytest.mark.parametrize("node", [pytest.param("n2", id="a plain node"), pytest.param("n1", id="the batch host")])
 def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_its_ranks_exit(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, node: str
 ) -> None:

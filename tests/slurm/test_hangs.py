@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import Training, check_same_run, events_of
@@ -45,6 +47,7 @@ def test_a_rank_that_is_stopped_on_another_node_and_then_all_of_them_cost_a_rest
     check_same_run(training.run, uninterrupted_training, redone=True)
 
 
+@pytest.mark.product  # unit/test_decide.py and the simulation have suspended jobs
 def test_a_job_that_is_suspended_for_longer_than_the_watchdog_waits_does_not_hang(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:

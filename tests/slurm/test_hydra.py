@@ -37,6 +37,7 @@ def multirun(cluster: Cluster, folder: Path, script: str, *overrides: str) -> li
     return [cluster.python, path, "-m", *launcher, f"hydra.sweep.dir={folder}/m", *overrides]
 
 
+@pytest.mark.product  # ranks/test_hydra.py has a multirun, test_sweeps.py the same command
 def test_a_multirun_returns_at_once_and_the_same_command_waits_for_it(cluster: Cluster, runs: Path) -> None:
     """All members are preempted: each continues in its folder, and ends as alone. The one that fails is named."""
     gate, folder = runs / "gate", runs / "m"

@@ -145,6 +145,7 @@ def sbatch_template(cluster: Cluster, run: RunDirectory, *script: str) -> str:
     return cluster.run(command, cwd=cluster.source).stdout.strip()
 
 
+@pytest.mark.product  # test_here.py preempts a user's own script, the next test has the template
 def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path) -> None:
     """For those who submit by hand: by the same supervisor."""
     run = RunDirectory(runs / "run")

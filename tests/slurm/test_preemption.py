@@ -14,8 +14,8 @@ from tests.cluster import Cluster
 from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
 from tests.waiting import story, wait_for_step, wait_until
 
-#: While the ranks import: the next test. In an evaluation: ranks/test_resume.py.
-TYPICAL = [moment for moment in MOMENTS if moment not in ("import", "evaluation")]
+#: In rendezvous and in the first step: test_preemption_variants.py. In an evaluation: ranks/test_resume.py.
+TYPICAL = ["save", "last step", "after the end"]
 EVERY = [pytest.param(grace, MOMENTS, id=f"all-{grace}", marks=pytest.mark.product) for grace in (20, 0)]
 
 
@@ -37,6 +37,7 @@ def test_a_run_preempted_at_every_moment_loses_and_repeats_nothing(
     assert set(redone) == {0}
 
 
+@pytest.mark.product  # ranks/test_local.py has a stop before they exist
 def test_a_preemption_before_the_ranks_exist_ends_them_while_they_import(cluster: Cluster, runs: Path) -> None:
     """Slurm's TERM came before them. They had kept their nodes for the whole import, until the grace was over."""
     ready, go = runs / "ready", runs / "go"
@@ -179,6 +180,7 @@ def test_where_preemption_cancels_the_run_is_resubmitted(
     assert [event["job"] != training.job_id for event in events_of(training.run, "resubmitted")] == [True]
 
 
+@pytest.mark.product  # ranks/test_deadline.py has the deadline
 def test_a_step_that_outlasts_the_grace_costs_the_steps_since_the_last_checkpoint_and_no_more(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
@@ -244,6 +246,7 @@ def test_scancel_during_a_save_is_final_and_the_save_is_kept(cluster: Cluster, r
     assert 20 in [event["step"] for event in events_of(training.run, "checkpoint")]
 
 
+@pytest.mark.product  # the tests above have the other moments
 def test_scancel_while_the_run_is_being_resubmitted_ends_the_new_job_too(cluster: Cluster, runs: Path) -> None:
     """sbatch is slow, and the scancel comes while it runs."""
     sbatch = runs / "sbatch"
@@ -272,6 +275,7 @@ exec "$(PATH=${{PATH#*:}} command -v sbatch)" "$@"
     never_again(training, "cancelled")
 
 
+@pytest.mark.product  # test_many_runs.py cancels a run, test_main_job.py has its save
 def test_clusterddp_cancel_of_a_training_run_saves_and_ends_it(cluster: Cluster, runs: Path) -> None:
     """The command returns when it is over, and says at which step."""
     training = Training.submit(cluster, runs, "--pause", "0.05", "--steps", "100000")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.ranks.test_submitit_launchers import undisturbed, waiting
 from tests.waiting import story, wait_until
 
 
+@pytest.mark.product  # ranks/test_submitit_launchers.py has the same without Slurm
 def test_preempted_launchers_end_as_undisturbed(cluster: Cluster, runs: Path) -> None:
     """MAE's way on two nodes, DINOv2's on one, which a profile has resubmitted: the new job has another id, and
     finds the same folder. The second process that waits lifts the holds."""

@@ -93,7 +93,7 @@ def test_a_terminal_gets_no_escapes_from_a_file_of_another_user(
     assert (code, "red" in shown, "\x1b" in shown) == (0, True, owner == 0), shown
 
 
-@pytest.mark.parametrize("end", [None, "failed"])
+@pytest.mark.parametrize("end", [None, pytest.param("failed", marks=pytest.mark.product)])
 def test_a_member_of_the_group_sees_a_shared_local_run(open_folder: Path, end: str | None) -> None:
     """All that does not need `private`. Control is its owner's."""
     run = recorded_run(
