@@ -209,8 +209,9 @@ class Handle:
         state, text = state_of(self._run)
         if state == "stopped" and self._loop_alive():
             state, text = "running", "starting"
-        last, outcome = self._run.newest_metrics(), self._run.outcome() or {}
-        steps = max(outcome.get("step") or 0, last["step"] + 1 if last else 0)
+        last, outcome = self._run.newest_metrics(), self._run.outcome()
+        ended_at = outcome.step if outcome is not None else None
+        steps = max(ended_at or 0, last["step"] + 1 if last else 0)
         return Status(state, steps, self._run.history().attempts_made, text)
 
     def wait(self, timeout: float | None = None) -> str:
@@ -244,7 +245,7 @@ class Handle:
                     raise TimeoutError(f"{self._run} is not over after {timeout:g} s: {self.status()}")
                 time.sleep(SHOWN_FILE_CHECK_S)
         if (outcome := self._run.outcome()) is not None:
-            return str(outcome["state"])
+            return outcome.state
         if one.end == "unknown":
             raise RunDirectoryError(f"{self._run}: {one.sentence}")
         return one.end or "stopped"
@@ -309,7 +310,8 @@ class Handle:
             log = self._run.loop_log
             return f"{text}\n{log.read_text(errors='replace')}" if log.exists() else text
         failure = newest_failure(self._run.history())
-        if failure is None or (self._run.outcome() or {}).get("state") == "cancelled":
+        outcome = self._run.outcome()
+        if failure is None or (outcome is not None and outcome.cancelled):
             return text
         return f"{text}\n{failure_box(described(self._run, failure))}"
 

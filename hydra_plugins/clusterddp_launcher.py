@@ -260,7 +260,6 @@ class ClusterddpLauncher(Launcher):
     def _returned(self, run: "RunDirectory", member: _Member) -> JobReturn:
         """How a member ended, as Hydra's sweepers read it."""
         from clusterddp.api import Handle
-        from clusterddp.history.outcome import is_unconfirmed
         from clusterddp.reporter import show
 
         handle = Handle(run.path)
@@ -278,8 +277,8 @@ class ClusterddpLauncher(Launcher):
             result.return_value, result.status = handle.result(), JobStatus.COMPLETED
         except RunFailed as error:
             result.return_value, result.status = MemberFailed(str(error)), JobStatus.FAILED
-        if (outcome := run.outcome()) and is_unconfirmed(outcome):
-            show(f"member {member.name}: {outcome['reason']}")
+        if (outcome := run.outcome()) and outcome.unconfirmed:
+            show(f"member {member.name}: {outcome.reason}")
         return result
 
 

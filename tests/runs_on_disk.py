@@ -9,6 +9,7 @@ from typing import Any
 
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.claims import Claim, JobClaim, write_claim
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.histories import whole
 
@@ -39,6 +40,11 @@ def recorded_run(path: Path, events: Iterable[Mapping[str, Any]] = (), **files: 
         if name in files:
             write_claim(place, run, files[name])
     return run
+
+
+def outcome_of(run: RunDirectory) -> dict[str, Any] | None:
+    """What outcome.json holds. None if the run is not over."""
+    return read_json(run.outcome_file)
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

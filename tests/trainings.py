@@ -14,6 +14,7 @@ from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.cluster.system import Process
+from tests.runs_on_disk import outcome_of
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_until
 
 STEPS = 40
@@ -118,7 +119,7 @@ class Training:
 
     def finish(self) -> str:
         """Until the run is over, lifting holds."""
-        self.wait(lambda: self.run.outcome(), "the run to be over", 90)
+        self.wait(lambda: outcome_of(self.run), "the run to be over", 90)
         return wait_for_outcome(self.run)
 
     def ranks_on(self, node: str) -> list[Process]:
@@ -158,9 +159,9 @@ def preempt_at_each(training: Training, moments: Sequence[str]) -> None:
         training.preempt()
         training.go(attempt)
         if moment == "last step":
-            next_or_over = lambda number=attempt + 1: training.run.outcome() or number in training.run.attempts()  # noqa: E731
+            next_or_over = lambda number=attempt + 1: outcome_of(training.run) or number in training.run.attempts()  # noqa: E731
             training.wait(next_or_over, "the run to be over, or another attempt")
-            if training.run.outcome():
+            if outcome_of(training.run):
                 return
         elif moment != "after the end":
             training.wait_for_attempt(attempt + 1)

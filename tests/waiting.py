@@ -13,6 +13,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
+from tests.runs_on_disk import outcome_of
 
 T = TypeVar("T")
 
@@ -39,10 +40,10 @@ def wait_for_step(run: RunDirectory, step: int, timeout: float = 120) -> None:
 def wait_for_outcome(run: RunDirectory, timeout: float = 180) -> str:
     """Until the run is over; its state."""
     try:
-        wait_until(lambda: run.outcome(), f"{run} to be over", timeout)
+        wait_until(lambda: outcome_of(run), f"{run} to be over", timeout)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{story(run)}") from None
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     assert outcome is not None
     return str(outcome["state"])
 

@@ -126,7 +126,7 @@ class Lab:
         name = hashlib.sha256(repr((script, options)).encode()).hexdigest()[:12]
         run = RunDirectory(self.shared / f"reference-{name}")
         outcome = run.outcome() if run.path.exists() else None
-        if outcome is not None and outcome["state"] == "completed":
+        if outcome is not None and outcome.completed:
             return run
         return self.train(*script, path=run.path, **options)
 

@@ -371,9 +371,9 @@ def _follow(run: RunDirectory, ranks: Ranks, attempt: int | str | None, pattern:
 def _show_failure(run: RunDirectory) -> bool:
     """Shows a failed run's first failure, and how to see the rest. Returns whether there is one."""
     outcome = run.outcome()
-    if outcome is None or outcome["state"] != "failed":
+    if outcome is None or not outcome.failed:
         return False
-    show(f"{run} failed: {in_one_line(outcome['reason'])}")
+    show(f"{run} failed: {in_one_line(outcome.reason)}")
     failure = newest_failure(run.history())
     if failure is None:
         return False

@@ -317,7 +317,7 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
 
 def _report(run: RunDirectory) -> None:
     final = await_outcome(run)
-    put(f"{run}: {final['state']}{at_step(final['step'])}. The run will not start again")
+    put(f"{run}: {final.state}{at_step(final.step)}. The run will not start again")
     if of_run(run).candidates():
         show(f"To continue from its newest checkpoint in a new run, use: clusterddp submit --fork {run.quoted}")
 

@@ -18,7 +18,6 @@ from clusterddp.history.checkpoints import Checkpoint, CheckpointDamaged, Checkp
 from clusterddp.history.codec import decode, words_of
 from clusterddp.history.event import name_of
 from clusterddp.history.failures import Failure, LaunchFailed
-from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.history.view import RunView
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
@@ -110,7 +109,7 @@ def collect(summary: Summary, state: RunState, describe: Describe, now: float) -
         "code": _code(run, history, notes),
         "commands": _commands(summary, state),
     }
-    doubtful = summary.outcome is not None and is_unconfirmed(summary.outcome)
+    doubtful = summary.outcome is not None and summary.outcome.unconfirmed
     safe: dict[str, Any] = finite(data | {"verdict": _verdict(data, stops, doubtful)})
     return safe
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterddp import codec
+from clusterddp.codec import Misfit
 from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import RUNS
 from clusterddp.rundir import json_lines, metrics_lines, records, schemas
@@ -34,6 +36,7 @@ from clusterddp.rundir.files import (
 )
 
 if TYPE_CHECKING:  # a rank needs the paths alone, and starts sooner without the classes of all events
+    from clusterddp.history.outcome import Outcome
     from clusterddp.history.view import RunView
 
 
@@ -431,10 +434,15 @@ class RunDirectory:
             begun |= {number: record["step"] for number in self.attempts() if (record := self.resumed(number))}
         return begun
 
-    def outcome(self) -> dict[str, Any] | None:
-        """How the run ended ("state", "step", "reason"). None until then."""
-        outcome = records.read_json(self.outcome_file, schemas.OUTCOME)
-        return outcome and {"step": None, **outcome}
+    def outcome(self) -> Outcome | None:
+        """How the run ended. None until then. Raises RunDirectoryError for a damaged file."""
+        from clusterddp.history.outcome import Outcome
+
+        values = records.read_json(self.outcome_file)
+        try:
+            return None if values is None else codec.read(Outcome, values)
+        except Misfit as error:
+            raise RunDirectoryError(f"{self.outcome_file}: {error}. Another program changed it") from error
 
     @property
     def has_loop(self) -> bool:

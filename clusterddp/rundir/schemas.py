@@ -40,12 +40,6 @@ RESULT: Schema = {**LOGGED, "event": lambda value: value == "result"}
 #: Keys of such a line that are not metrics, and names that a value cannot have, including those of an event.
 NOT_METRICS = frozenset(("step", "time", "attempt", "event"))
 NOT_VALUES = NOT_METRICS | {"rank"}
-OUTCOME: Schema = {
-    "state": is_text,
-    "step": optional(is_count),
-    "reason": is_text,
-    "confirmed": optional(lambda value: isinstance(value, bool)),
-}
 #: What an attempt resumed from: the step, and the checkpoint's attempt and step.
 RESUMED: Schema = {
     "step": is_count,

@@ -31,6 +31,7 @@ from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.history.codec import decode
 from clusterddp.history.ends import Cancelled, Continues, Failed, Resubmitted, Stopped
 from clusterddp.history.event import Event
+from clusterddp.history.outcome import Outcome
 from clusterddp.history.steps import Progress, Result, StepsSeen
 from clusterddp.history.view import AttemptView, RunView
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM
@@ -64,8 +65,8 @@ class Summary:
     """The folder's name; of a member of a sweep, with that of the sweep."""
     sweep: str | None = None
     """The name of the sweep that the run belongs to."""
-    outcome: Mapping[str, Any] | None = None
-    """How the run ended, as in outcome.json; None until then."""
+    outcome: Outcome | None = None
+    """How the run ended, None until then."""
     cancelled: bool = False
     """Whether ``clusterddp cancel`` was called."""
     step: int | None = None
@@ -279,10 +280,10 @@ def _result_line(event: Result) -> dict[str, Any]:
     return {"step": event.step, "time": event.time, "attempt": event.attempt, **values}
 
 
-def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history: _History) -> int | None:
+def _step(outcome: Outcome | None, metrics: Mapping[str, Any], history: _History) -> int | None:
     """The number of steps done: metrics number them from 0, events and outcome count them."""
-    if outcome is not None and outcome["step"] is not None:
-        return int(outcome["step"])
+    if outcome is not None and outcome.step is not None:
+        return outcome.step
     return metrics["step"] + 1 if "step" in metrics else history.step
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from clusterddp.errors import INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
-from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import counted, show
@@ -156,7 +155,7 @@ class LocalRun:
                     self.missed += self.preemptions
                     for moment in self.preemptions:
                         show(f"{moment} did not fire. The run was already over")
-                    return UNCONFIRMED if is_unconfirmed(outcome) else code
+                    return UNCONFIRMED if outcome.unconfirmed else code
                 if code != STOPPED and not self.interrupts:
                     return code
 

@@ -72,7 +72,7 @@ def check_over(run: RunDirectory) -> None:
         raise RunDirectoryError(f"{run} belongs to user {owner}. Only its owner can prune it")
     if outcome is None:
         raise RunDirectoryError(f"{run} has not ended, so no file was deleted. Wait until it ends, or cancel it")
-    if outcome["state"] == "failed" and (held := held_by_other(run)) is not None:
+    if outcome.failed and (held := held_by_other(run)) is not None:
         raise RunDirectoryError(f"{run} failed and is being continued ({held}), so no file was deleted")
 
 

@@ -26,7 +26,6 @@ from clusterddp.errors import (
 )
 from clusterddp.history.beginnings import Forked
 from clusterddp.history.codec import encode, sentence
-from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.checkout import checkout_of
 from clusterddp.jobdef.code_snapshot import Code
@@ -276,7 +275,7 @@ def _check_not_completed(run: RunDirectory, job: Job) -> None:
 def has_completed(run: RunDirectory) -> bool:
     """Whether the run has completed, and the completion was confirmed."""
     outcome = run.outcome()
-    return outcome is not None and outcome["state"] == "completed" and not is_unconfirmed(outcome)
+    return outcome is not None and outcome.completed and not outcome.unconfirmed
 
 
 def _write(run: RunDirectory, content: Content) -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from clusterddp.codec import Misfit
 from clusterddp.entry import exit_with
@@ -29,7 +29,7 @@ from clusterddp.history.beginnings import Started
 from clusterddp.history.codec import decode
 from clusterddp.history.ends import AttemptEnd, Cancelled, Requeued, Stopped
 from clusterddp.history.event import Event
-from clusterddp.history.outcome import over_already
+from clusterddp.history.outcome import Outcome, over_already
 from clusterddp.history.words import BY_SLURM
 from clusterddp.hostlist import expand
 from clusterddp.messages.requests import (
@@ -134,7 +134,7 @@ def check_trains(run: RunDirectory, asked: UserRequest | None = None) -> None:
     """
     if outcome := run.outcome():
         options = "--local --run-dir" if run.has_loop else "--run-dir"
-        how = f". Continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
+        how = f". Continue with: clusterddp submit {options} {run.quoted}" if outcome.failed else ""
         raise RunDirectoryError(f"{over_already(run, outcome)}, so it is not running{how}")
     if job := waiting_job(run):
         may_start = isinstance(asked, Stop) and job.reason != "JobHeldUser"
@@ -311,7 +311,7 @@ def await_end(run: RunDirectory, attempt: int) -> AttemptEnd:
     )
 
 
-def cancel_run(run: RunDirectory) -> dict[str, Any]:
+def cancel_run(run: RunDirectory) -> Outcome:
     """Marks the run as cancelled, to keep it from starting again, ends its job or processes, and waits.
 
     Returns the outcome.
@@ -331,7 +331,7 @@ def begin(run: RunDirectory) -> None:
         _end_holder(claim, run)
 
 
-def await_outcome(run: RunDirectory) -> dict[str, Any]:
+def await_outcome(run: RunDirectory) -> Outcome:
     """Waits until no job or process trains the run. Returns the outcome."""
     deadline = time.monotonic() + END_S
     while (
@@ -345,7 +345,7 @@ def await_outcome(run: RunDirectory) -> dict[str, Any]:
         raise RunDirectoryError(f"{text}, which is ending" if holder.reachable else text)
     if run.outcome() is None:  # no supervisor wrote it: the run was queued, or was killed
         History(run, max(run.attempts(), default=0), printed=False).conclude(Cancelled, "cancelled")
-    return run.outcome() or {"state": "cancelled", "step": None}  # on a full disk, the mark must suffice
+    return run.outcome() or Outcome(Cancelled.name, "cancelled")  # on a full disk, the mark must suffice
 
 
 def _end_holder(claim: Claim, run: RunDirectory) -> None:

@@ -458,10 +458,10 @@ class _Interruptions(LocalRun):
             if why := stopped_by_others(self.run):
                 raise CheckUnfinished(_unfinished(why))
             return True
-        if outcome is not None and outcome["state"] == "cancelled":
-            raise CheckUnfinished(_unfinished(outcome["reason"]))
-        if outcome is None or outcome["state"] != "completed":
-            reason = outcome["reason"] if outcome else f"its supervisor exited with code {code}"
+        if outcome is not None and outcome.cancelled:
+            raise CheckUnfinished(_unfinished(outcome.reason))
+        if outcome is None or not outcome.completed:
+            reason = outcome.reason if outcome else f"its supervisor exited with code {code}"
             raise ClusterddpError(
                 f"the script failed ({reason}), so its resume could not be checked. To keep its logs, start it without "
                 "--check-resume"

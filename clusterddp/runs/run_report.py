@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.history.checkpoints import Checkpoint
-from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.history.view import RunView
 from clusterddp.report.booking import Booking, Wait, book_run
 from clusterddp.report.efficiency import Spent, spent
@@ -39,7 +38,7 @@ def report(summary: Summary, state: RunState) -> dict[str, Any]:
         "sweep": summary.sweep,
         "state": state.word,
         "reason": state.reason,
-        "confirmed": None if state.word != "completed" else not is_unconfirmed(summary.outcome or {"state": None}),
+        "confirmed": None if state.word != "completed" else summary.outcome is None or not summary.outcome.unconfirmed,
         "remedy": state.remedy,
         "expected_start": state.job.start if waits and state.job else None,
         "job_id": state.job_id,

@@ -21,7 +21,6 @@ from typing import Any
 from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import CheckpointError, JobDefinitionError, RunDirectoryError, UsageError
 from clusterddp.failures import node_memory
-from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.history.words import at_step
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import clusters_in, read_configuration_files, site_profile
@@ -250,7 +249,7 @@ def saved_progress(run: RunDirectory) -> Mapping[str, Any]:
 def failed_before_first_step(run: RunDirectory) -> bool:
     """Whether a failed run has neither a recorded step nor a file that its script wrote."""
     outcome = run.outcome()
-    if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
+    if outcome is None or not outcome.failed or outcome.step or run.last_metrics() is not None:
         return False
     own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
     own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code)} | TRACKERS.keys()
@@ -260,18 +259,18 @@ def failed_before_first_step(run: RunDirectory) -> bool:
 def completed(run: RunDirectory, changed: bool) -> bool:
     """Whether the run has completed, and no ``changed`` arguments extend it. RunDirectoryError for a cancelled one."""
     outcome = run.outcome()
-    over = outcome is not None and outcome["state"] != "failed" and not is_unconfirmed(outcome)
-    if outcome is None or not over or (outcome["state"] == "completed" and changed):
+    over = outcome is not None and not outcome.failed and not outcome.unconfirmed
+    if outcome is None or not over or (outcome.completed and changed):
         of_run(run).check_present()
         return False
-    if outcome["state"] == "completed":
+    if outcome.completed:
         show(
-            f"{run} has already completed{at_step(outcome['step'])}. For more steps, add --change and the new "
+            f"{run} has already completed{at_step(outcome.step)}. For more steps, add --change and the new "
             "number of steps"
         )
         return True
     raise RunDirectoryError(
-        f"{run} was cancelled{at_step(outcome['step'])} and cannot continue. To start a new run from its newest "
+        f"{run} was cancelled{at_step(outcome.step)} and cannot continue. To start a new run from its newest "
         f"checkpoint, use: clusterddp submit --fork {run.quoted}"
     )
 

@@ -37,7 +37,6 @@ from clusterddp.errors import (
     UsageError,
 )
 from clusterddp.failures import exclusion, node_memory
-from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef.code_snapshot import Code
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
@@ -281,7 +280,7 @@ def _states(sweep: Sweep) -> dict[str, str]:
             continue
         run = sweep.folder.member(name)
         if outcome := run.outcome():  # written while the controller was asked
-            found[name] = state = str(outcome["state"])
+            found[name] = state = outcome.state
         if state in sweep.retry and held_by_other(run):  # its job is just ending
             found[name] = "held"
     return {name: found.get(name, "new") for name in sweep.members}
@@ -519,9 +518,9 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
             show("Stopped. Run the same command again to continue")
             return INTERRUPTED
         outcome = sweep.folder.member(name).outcome()
-        if outcome is not None and is_unconfirmed(outcome):  # not by the code, which may be the script's
+        if outcome is not None and outcome.unconfirmed:  # not by the code, which may be the script's
             unconfirmed.append(name)
-        elif outcome is not None and outcome["state"] == "cancelled":
+        elif outcome is not None and outcome.cancelled:
             cancelled.append(name)
         elif code:
             failed.append(name)

@@ -21,7 +21,7 @@ from clusterddp.history.beginnings import Started
 from clusterddp.history.checkpoints import Checkpoint, SavedItself
 from clusterddp.history.ends import AttemptEnd, Stopped
 from clusterddp.history.event import Event
-from clusterddp.history.outcome import how_it_ended, is_unconfirmed
+from clusterddp.history.outcome import how_it_ended
 from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -267,7 +267,7 @@ class Wait:
         """Reads the run's outcome."""
         with suppress(RunDirectoryError, OSError):  # then its state is unknown
             if (outcome := self.run.outcome()) is not None:
-                self._ended("unconfirmed" if is_unconfirmed(outcome) else outcome["state"], how_it_ended(outcome))
+                self._ended("unconfirmed" if outcome.unconfirmed else outcome.state, how_it_ended(outcome))
 
     def newly_unknown(self, state: RunState) -> bool:
         """Whether the run's state is unknown, and was not at the last look."""

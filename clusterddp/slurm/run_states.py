@@ -162,8 +162,8 @@ def _reachable(claim: JobClaim, cluster: str | None) -> bool:
 
 def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: str | None) -> RunState:
     if summary.outcome is not None:
-        word = str(summary.outcome["state"])
-        return RunState(word if word in OVER else "unknown", summary.outcome["reason"], summary.job_id, summary.nodes)
+        word = summary.outcome.state
+        return RunState(word if word in OVER else "unknown", summary.outcome.reason, summary.job_id, summary.nodes)
     if summary.error:
         return RunState("unknown", summary.error, summary.job_id)
     for claim in summary.claims:

@@ -22,6 +22,7 @@ from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.history.codec import encode, sentence
 from clusterddp.history.ends import Completed, RunEnd
 from clusterddp.history.event import Event
+from clusterddp.history.outcome import Outcome, in_file
 from clusterddp.jobdef.masking import masked
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, write_json
@@ -140,11 +141,9 @@ class History:
         if isinstance(event, Completed) and not confirmed:
             event = replace(event, confirmed=False)
         event = self.add(event)
-        outcome = {"state": end.name, "step": step, "attempts": event.attempts, "reason": event.reason}
-        if not confirmed:
-            outcome["confirmed"] = False
+        outcome = Outcome(end.name, event.reason, step, event.attempts, None if confirmed else False)
         try:
-            write_json(self._run.outcome_file, outcome)
+            write_json(self._run.outcome_file, in_file(outcome))
         except OSError as error:
             say(f"could not write {self._run.outcome_file} ({error.strerror}). Without it, the run may start again")
             return False

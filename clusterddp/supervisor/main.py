@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from clusterddp.checkpoint.store import of_run
 from clusterddp.entry import exit_with
@@ -27,6 +26,7 @@ from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
 from clusterddp.failures.placement import Placement, as_placed, place
 from clusterddp.history.ends import Completed, Failed, RunEnd, marked
+from clusterddp.history.outcome import Outcome
 from clusterddp.history.words import at_step
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
@@ -52,7 +52,6 @@ from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLaunche
 from clusterddp.supervisor.node_setup import NodeSetup
 from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART
 from clusterddp.supervisor.retry_limits import exceeded, stop_request
-from clusterddp.supervisor.verdict import Action
 from clusterddp.worker.code_paths import mapped
 
 #: What continues a run that a requeue does not.
@@ -241,7 +240,7 @@ def conclude(run: RunDirectory, job: Job, number: int, end: type[RunEnd], reason
 
 
 def finished(
-    run: RunDirectory, controller: Controller, outcome: Mapping[str, Any] | None, claimed: int | None = None
+    run: RunDirectory, controller: Controller, outcome: Outcome | None, claimed: int | None = None
 ) -> int | None:
     """The exit code if the run is over. None if it may continue, as one that failed, or whose completion is not
     confirmed, may on a user's request. ``outcome``: the run's, as it was read. ``claimed``: the attempt that this
@@ -249,20 +248,19 @@ def finished(
 
     Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended. That is no request.
     """
-    outcome = outcome or {"state": None}
     newest = run.newest_attempt() if claimed is None else claimed - 1
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
     by_slurm = same_job and controller.starts_again
-    if outcome["state"] == Action.COMPLETE.value and (by_slurm or outcome.get("confirmed") is not False):
-        say(f"{run} has already completed{at_step(outcome['step'])}")
+    if outcome is not None and outcome.completed and (by_slurm or not outcome.unconfirmed):
+        say(f"{run} has already completed{at_step(outcome.step)}")
         return 0
-    if outcome["state"] == Action.FAIL.value and by_slurm:  # else a user restarted it
-        say(f"{run} failed{at_step(outcome['step'])} in this job. A requeue does not restart it, {BUT_SUBMIT}")
+    if outcome is not None and outcome.failed and by_slurm:  # else a user restarted it
+        say(f"{run} failed{at_step(outcome.step)} in this job. A requeue does not restart it, {BUT_SUBMIT}")
         return 1
-    if run.cancelled or outcome["state"] == Action.CANCEL.value:
+    if run.cancelled or (outcome is not None and outcome.cancelled):
         say(f"{run} was cancelled and will not run again")
         return 1
-    if outcome["state"] is None and (stop := stop_request(run.history())) is not None:
+    if outcome is None and (stop := stop_request(run.history())) is not None:
         if by_slurm and stop.attempt == newest:
             say(f"{run} was stopped by `clusterddp stop`. A requeue does not continue it, {BUT_SUBMIT}")
             return controller.leave_code

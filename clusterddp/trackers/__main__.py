@@ -46,7 +46,7 @@ def send_rest(*arguments: str) -> int:
         return 0
     orders = Orders(committed)
     orders.ended = orders.clean = True
-    orders.complete = outcome["state"] == "completed"
+    orders.complete = outcome.completed
     codes = [_send(name, run, options, orders) for name, options in trackers.items()]
     return max(codes)
 

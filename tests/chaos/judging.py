@@ -10,6 +10,7 @@ from typing import Any
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET, STEPS, Behaviour
+from tests.runs_on_disk import outcome_of
 from tests.soak.judging import Injected, steps_that_count, terminal_events, unannounced_redone
 from tests.waiting import differing, final_state
 
@@ -34,7 +35,7 @@ def problems(
     except Exception as error:
         return [f"the history cannot be read: {error}"]
     found = [*_end(run, habit, events), *_attempts(events), *_lost(habit, killed, events, lines), *_records(run)]
-    completed = (run.outcome() or {}).get("state") == "completed"
+    completed = (outcome_of(run) or {}).get("state") == "completed"
     found += steps_that_count(counted, STEPS if completed else len(counted))
     if completed and reference is not None:
         try:
@@ -47,7 +48,7 @@ def problems(
 
 def _end(run: RunDirectory, habit: Behaviour, events: Sequence[Mapping[str, Any]]) -> list[str]:
     """One outcome, and the one that this habit has; "completed" only where all steps are done."""
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     state, step, reason = outcome.get("state"), outcome.get("step"), outcome.get("reason", "")
     found = terminal_events(events)
     if state == "completed" and step != STEPS:

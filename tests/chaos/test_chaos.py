@@ -26,6 +26,7 @@ from tests.chaos.plan import Plan, draw_plan
 from tests.chaos.runs import Made, run_locally, run_on_slurm, what_another_start_does
 from tests.cluster import Cluster
 from tests.interruptions import keep, keep_files
+from tests.runs_on_disk import outcome_of
 from tests.trainings import Training
 from tests.waiting import story
 
@@ -79,7 +80,7 @@ def test_a_habit_costs_a_disturbed_run_no_step_and_leaves_nothing_behind(
 ) -> None:
     plan = draw_plan(seed, name)
     made = run_locally(name, plan, tmp_path)
-    if (made.run.outcome() or {}).get("state") == "completed":
+    if (outcome_of(made.run) or {}).get("state") == "completed":
         made.problems += what_another_start_does(made.run)
     if found := judge(name, plan, made):
         keep_files(tmp_path, KEPT / name)

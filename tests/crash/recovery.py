@@ -23,7 +23,7 @@ from clusterddp.training.logged_values import Logged
 from tests.checkpoint_files import save
 from tests.crash.disk import Tree
 from tests.crash.subject import JOB, STEPS_PER_SAVE, content, saver_of, values
-from tests.runs_on_disk import jobs_of
+from tests.runs_on_disk import jobs_of, outcome_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _check_files(run: RunDirectory, promised: Promised) -> None:
     assert job == JOB or (job is None and "job" not in promised), f"job.yaml: {job!r}"
     events = run.events()
     assert len(events) >= promised.events, f"{len(events)} events of {promised.events}"
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     _check_outcome(promised, outcome)
     assert run.cancelled or not promised.get("cancelled"), "the mark that it was cancelled is missing"
     held = jobs_of(lease.holders(run))

@@ -19,6 +19,7 @@ from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.local import interrupts_counted
 from tests.histories import happened
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_until
 
 TRAIN = """
@@ -127,7 +128,7 @@ def test_a_local_run_whose_output_goes_to_a_full_disk_completes(tmp_path: Path) 
     words = ["submit", str(script), "--local", "--device", "cpu", "--run-dir", str(run)]
     with open("/dev/full", "w") as full:
         subprocess.run([*module_command("clusterddp"), *words], stdout=full, stderr=full, timeout=60, check=False)
-    assert (run.outcome() or {}).get("state") == "completed"
+    assert (outcome_of(run) or {}).get("state") == "completed"
 
 
 def unfinished_run(tmp_path: Path) -> tuple[RunDirectory, Path]:

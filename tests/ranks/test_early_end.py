@@ -13,6 +13,7 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.cli import clusterddp
+from tests.runs_on_disk import outcome_of
 from tests.trainings import events_of
 
 SCRIPT = """
@@ -77,7 +78,7 @@ def test_a_loop_left_by_break_is_reported_as_unsaved_and_loses_no_metrics(tmp_pa
     (result,) = events_of(run, "result")
     assert result["made"] == 5
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4]
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     assert outcome is not None and outcome["step"] == 5
     assert not any(run.checkpoints.iterdir())
 

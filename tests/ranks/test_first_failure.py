@@ -24,6 +24,7 @@ from clusterddp.worker import rank, rank_exit
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.ranks.test_local import submit
+from tests.runs_on_disk import outcome_of
 from tests.unit.test_attempt import JOB
 from tests.waiting import story
 
@@ -78,7 +79,7 @@ def test_the_box_names_the_true_first_failure(
     )  # fmt: skip
     assert (done.returncode, run.attempts()) == (1, [0]), story(run)
     if over is not None:
-        assert ("limits.attempts" in (run.outcome() or {})["reason"]) == (not over)
+        assert ("limits.attempts" in (outcome_of(run) or {})["reason"]) == (not over)
     first = f"[{''.join(numbers)}]"
     # A worker reads ahead of the steps.
     step = r"( at step \d)?" if how == "worker" else " at step 5"
@@ -135,7 +136,7 @@ def test_an_exception_after_progress_restarts_all_ranks_and_the_same_one_twice_e
     assert "| restarting all ranks in place, because an earlier attempt had made progress\n" in done.stderr
     twice = "the previous attempt failed with the same exception at the same line and step"
     assert f"| not restarted, because {twice}\n" in done.stderr
-    assert (run.outcome() or {})["reason"].endswith(f"raised ValueError: bad sample. Not restarted, because {twice}")
+    assert (outcome_of(run) or {})["reason"].endswith(f"raised ValueError: bad sample. Not restarted, because {twice}")
     assert not any("suspect" in event for event in run.events())
 
 
@@ -165,7 +166,7 @@ def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
     attempt = Attempt(run, JOB, run.create_attempt(), Waiting(run, {"end": "died"}), FakeController(Cause.NONE))
     assert attempt.supervise() == 1
     assert told == ["rank 1 (n2) failed"]
-    assert (run.outcome() or {})["reason"] == "rank 1 (n2) raised ValueError: no"
+    assert (outcome_of(run) or {})["reason"] == "rank 1 (n2) raised ValueError: no"
 
 
 def test_a_rank_that_is_told_to_exit_reports_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.cli import clusterddp
 from tests.preempted import attempt
+from tests.runs_on_disk import outcome_of
 from tests.waiting import differing, final_state
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -43,7 +44,7 @@ def test_more_steps_continue_a_completed_run_as_if_it_had_never_stopped(tmp_path
     attempt(whole, [SCRIPT, "--steps", 40], ranks=1).expect(0)
     assert losses(source) == losses(whole)
     assert differing(final_state(source), final_state(whole)) == []
-    assert (source.outcome() or {})["step"] == 40 and source.attempts() == [0, 1]
+    assert (outcome_of(source) or {})["step"] == 40 and source.attempts() == [0, 1]
 
 
 def test_a_fork_continues_from_another_runs_step_and_does_not_change_that_run(
@@ -55,7 +56,7 @@ def test_a_fork_continues_from_another_runs_step_and_does_not_change_that_run(
     assert f"starts from checkpoint 20 of {source}" in done.stderr
     assert losses(fork) == {step: loss for step, loss in losses(source).items() if step >= 20}
     assert differing(final_state(fork), final_state(source)) == []
-    assert fork.outcome() == {"state": "completed", "step": 40, "attempts": 1, "reason": "all ranks finished"}
+    assert outcome_of(fork) == {"state": "completed", "step": 40, "attempts": 1, "reason": "all ranks finished"}
     assert {path: path.stat().st_mtime_ns for path in source.path.rglob("*")} == before
 
 

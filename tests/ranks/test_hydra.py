@@ -18,6 +18,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.packages import require
+from tests.runs_on_disk import outcome_of
 from tests.waiting import preempt_local, story, wait_until
 from tests.wording import raises
 
@@ -85,7 +86,7 @@ def test_a_sweep_of_a_hydra_app_writes_its_overrides(
     assert clusterddp.Handle("runs/lr=0.5,name=a-b-" + _ending(tmp_path)).result() == trained(0.5)
     assert (tmp_path / "own" / "0.5" / "state.json").exists()
     failed = next(path for path in (tmp_path / "runs").iterdir() if path.name.startswith("lr=2"))
-    outcome = RunDirectory(failed).outcome() or {}
+    outcome = outcome_of(RunDirectory(failed)) or {}
     assert outcome["state"] == "failed" and outcome["reason"].endswith("raised ValueError: 2.0 is too much")
 
 

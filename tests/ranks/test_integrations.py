@@ -14,6 +14,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.conftest import Launch
 from tests.packages import require
+from tests.runs_on_disk import outcome_of
 from tests.trainings import events_of
 from tests.waiting import preempt_local, story, wait_until
 
@@ -61,7 +62,7 @@ def start_until_step_3(launch: Launch, tmp_path: Path, package: str) -> clusterd
     (marks / "wait").touch()
     handle = launch(SCRIPTS / f"with_{package}.py", out, marks)
     run = RunDirectory(handle.path)
-    wait_until(lambda: len(list(marks.glob("[01]"))) == 2 or run.outcome(), "both ranks at step 3", timeout=120)
+    wait_until(lambda: len(list(marks.glob("[01]"))) == 2 or outcome_of(run), "both ranks at step 3", timeout=120)
     assert run.outcome() is None, story(run)
     return handle
 

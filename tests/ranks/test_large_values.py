@@ -8,6 +8,7 @@ from pathlib import Path
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.cli import clusterddp
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story
 
 SCRIPT = """
@@ -53,10 +54,10 @@ def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(t
         said += done.stdout + done.stderr
         assert run.exists(), said
     events = run.events()
-    assert (run.outcome() or {}).get("state") == "completed", story(run)
+    assert (outcome_of(run) or {}).get("state") == "completed", story(run)
     assert [line["step"] for line in run.metrics()] == list(range(40))
     assert math.isnan(run.metrics()[-1]["loss"]) and run.metrics()[-1]["scale"] == math.inf
-    assert (run.outcome() or {})["attempts"] == 2
+    assert (outcome_of(run) or {})["attempts"] == 2
     assert f"skipped {run.events_file}:1" in said and "To fix this, delete the line" in said
     results = [event for event in events if event["event"] == "result"]
     assert [(len(event) > 20_000, event.get("before")) for event in results] == [(True, None), (False, 1.0)] * 2

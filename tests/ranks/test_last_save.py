@@ -9,6 +9,7 @@ from pathlib import Path
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_local import start, submit
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_until
 
 #: In its last step, the checkpoint writer's files become limited to 4 KiB.
@@ -58,13 +59,13 @@ def test_a_last_checkpoint_that_finds_no_space_is_saved_once_there_is_some(tmp_p
     wait_until(lambda: waits(0), "the wait for space", 60)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130, story(run)
-    assert (saved(run), run.outcome()) == ([], None), story(run)
+    assert (saved(run), outcome_of(run)) == ([], None), story(run)
     process = start(run)
     wait_until(lambda: waits(1), "the wait for space", 60)
     assert run.outcome() is None
     resource.prlimit(int(writer.read_text()), resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert process.wait(60) == 0, story(run)
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (saved(run), outcome["state"], outcome["attempts"]) == ([5], "completed", 2), story(run)
     assert {line["step"] for line in read_lines(run.metrics_file)} == set(range(5))
 
@@ -85,7 +86,7 @@ def test_a_run_whose_last_checkpoint_finds_no_space_in_time_fails_without_a_rest
         str(tmp_path / "writer"),
     ]
     assert submit(run, str(script), *options).returncode == 1, story(run)
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (saved(run), outcome["state"], run.attempts()) == ([], "failed", [0]), story(run)
     failed = [event for event in run.events() if event["event"] == "checkpoint_failed"]
     assert len(failed) > 1 and "File too large" in outcome["reason"], story(run)

@@ -31,7 +31,7 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease, main
 from clusterddp.supervisor.controller import LocalController
 from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
-from tests.runs_on_disk import jobs_of
+from tests.runs_on_disk import jobs_of, outcome_of
 from tests.waiting import story, wait_until
 from tests.wording import raises
 
@@ -121,8 +121,8 @@ def test_cancelling_a_copy_leaves_the_original_alone(
     copy = RunDirectory(run.path.with_name("copy"))
     shutil.copytree(run.path, copy.path)
     assert not lease.local_loop_alive(copy) and lease.local_loop_alive(run)
-    assert cancel_run(copy)["state"] == "cancelled"
-    assert (sleeper.poll(), run.outcome(), run.cancelled) == (None, None, False)
+    assert cancel_run(copy).cancelled
+    assert (sleeper.poll(), outcome_of(run), run.cancelled) == (None, None, False)
     moved = RunDirectory(run.path.rename(run.path.with_name("moved")))
     with raises(RunDirectoryError):
         check_not_held(moved)
@@ -141,7 +141,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(
     with raises(RunDirectoryError):
         cancel_run(run)
     assert fake_slurm.asked == []
-    assert (run.cancelled, run.outcome()) == (False, None)
+    assert (run.cancelled, outcome_of(run)) == (False, None)
 
 
 def test_a_cancel_while_an_attempt_is_claimed_ends_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_cancel_while_an_attempt_is_claimed_ends_it(run: RunDirectory, monkeyp
 
     def claimed_and_cancelled(self: RunDirectory) -> int:
         number = claim(self)
-        assert cancel_run(run)["state"] == "cancelled"
+        assert cancel_run(run).cancelled
         return number
 
     monkeypatch.setattr(RunDirectory, "create_attempt", claimed_and_cancelled)
@@ -168,7 +168,7 @@ def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
         waiting = subprocess.Popen([*module_command("clusterddp"), "cancel", str(run)], stdout=subprocess.PIPE)
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
         assert b"cancelled. The run will not start again" in waiting.communicate(timeout=60)[0]
-    assert (run.outcome() or {})["state"] == "cancelled"
+    assert (outcome_of(run) or {})["state"] == "cancelled"
 
 
 def test_one_process_at_a_time_submits_a_run_and_the_claim_of_a_dead_one_is_void(

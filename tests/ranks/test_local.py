@@ -28,6 +28,7 @@ from tests.cli import clusterddp
 from tests.cluster.system import Process
 from tests.histories import check_history
 from tests.preempted import attempt
+from tests.runs_on_disk import outcome_of
 from tests.waiting import differing, final_state, preempt_local, story, wait_for_step, wait_until
 from tests.wording import says
 
@@ -93,7 +94,7 @@ def test_a_run_saves_and_fails_as_soon_as_its_gpu_hours_are_used_up(tmp_path: Pa
     """It was looked at between attempts only, and this one would have trained for minutes."""
     run, limit = RunDirectory(tmp_path / "run"), ["--set", "limits.gpu_hours=0.008"]
     done = submit(run, *TRAINING, *limit, "--", "--steps", "9000", "--pause", "0.05")
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     assert done.returncode == 1 and outcome is not None, done.stderr
     assert (outcome["state"], outcome["attempts"]) == ("failed", 1) and "limits.gpu_hours" in outcome["reason"]
     saved = [event["step"] for event in run.events() if event["event"] == "checkpoint"]
@@ -126,7 +127,7 @@ def test_a_preempted_and_interrupted_run_is_the_uninterrupted_one(
     stopped_twice: RunDirectory, uninterrupted: RunDirectory
 ) -> None:
     """Three attempts, no step twice, the same bits."""
-    assert stopped_twice.outcome() == {
+    assert outcome_of(stopped_twice) == {
         "state": "completed", "step": STEPS, "attempts": 3, "reason": "all ranks finished",
     }  # fmt: skip
     check_same(stopped_twice, uninterrupted)
@@ -240,7 +241,7 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
         r"attempt 0: preempted\. The attempt completed at least \d+ steps?, and no checkpoint is known\. Unless", err
     ), err
     assert "attempt 1: completed after 2 attempts" in err
-    assert run.outcome() == {"state": "completed", "step": None, "attempts": 2, "reason": "all ranks finished"}
+    assert outcome_of(run) == {"state": "completed", "step": None, "attempts": 2, "reason": "all ranks finished"}
     status = clusterddp("status", run)
     assert "state     completed: all ranks finished" in status.stdout
     assert re.search(r"steps     (at least \d+ in the last attempt|no steps recorded)", status.stdout), status.stdout
@@ -261,7 +262,7 @@ def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory,
     assert re.search(r"\| rank 1 \(\S+\) raised ValueError: the data is gone", done.stderr), done.stderr
     assert 'broken.py", line 3' in done.stderr
     assert run.attempts() == [0]
-    assert (run.outcome() or {})["state"] == "failed"
+    assert (outcome_of(run) or {})["state"] == "failed"
 
 
 LOGS = """
@@ -374,7 +375,7 @@ def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp
     assert f"| rank 0 ({socket.gethostname()}) exited with code {code}" in done.stderr
     assert "continue with" not in done.stderr
     assert run.attempts() == [0]
-    assert (run.outcome() or {})["state"] == "failed"
+    assert (outcome_of(run) or {})["state"] == "failed"
 
 
 def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run: RunDirectory) -> None:
@@ -385,7 +386,7 @@ def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run
     assert stopped.returncode == 130 and "Checkpoint 3 is saved. The run is stopped" in stopped.stderr
     assert [event["cause"] for event in run.events() if event["event"] == "stopped"] == [Cause.BY_SCRIPT.value]
     assert submit(run).returncode == 0
-    assert (run.outcome() or {}) == {"state": "completed", "step": 9, "attempts": 2, "reason": "all ranks finished"}
+    assert (outcome_of(run) or {}) == {"state": "completed", "step": 9, "attempts": 2, "reason": "all ranks finished"}
     said = (run.attempt_logs(0) / "rank-0.err").read_text()
     assert "the script caught clusterddp.Stopped. The run is stopped, not completed" in said
 
@@ -406,7 +407,7 @@ def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "continue with" not in err
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
 
 
 @pytest.mark.parametrize(
@@ -516,7 +517,7 @@ def test_cuda_requested_and_absent_is_an_error_not_a_cpu_run(run: RunDirectory) 
     failed = submit(run, "jobs/digits.yaml", "--device", "cuda", "--nodes", "1", "--gpus", "2")
     assert failed.returncode == 1
     assert "GPU" in failed.stderr
-    assert (run.outcome() or {})["state"] == "failed"
+    assert (outcome_of(run) or {})["state"] == "failed"
 
 
 def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDirectory) -> None:
@@ -544,7 +545,7 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
     assert "--change" in refused.stderr
     extended = submit(run, *one_rank, "--change", "--", "--steps", "9")
     assert extended.returncode == 0, extended.stderr
-    assert (run.outcome() or {})["step"] == 9
+    assert (outcome_of(run) or {})["step"] == 9
     assert [line["step"] for line in run.metrics()] == list(range(9))
 
 
@@ -555,7 +556,7 @@ def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDi
     script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 1)\n")
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "0", "--preempt-after", "0s")
     assert done.returncode == 0, done.stderr
-    assert (run.outcome() or {})["attempts"] == 3
+    assert (outcome_of(run) or {})["attempts"] == 3
     assert done.stderr.count("preempted. No step was recorded. The job is requeued") == 2
 
 

@@ -17,6 +17,7 @@ from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
 from tests.histories import happened
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story
 from tests.wording import raises, says
 
@@ -71,7 +72,7 @@ def test_a_run_whose_checkpoints_are_missing_does_not_restart_from_step_0(
         words = f"checkpoint 4 of this run was committed, but all checkpoints are missing from {run.checkpoints}"
         assert (done.returncode, words in done.stderr) == (1, True), done.stderr
         says(done.stderr)
-        assert (run.events(), run.outcome()) == (before, trained.outcome())
+        assert (run.events(), outcome_of(run)) == (before, outcome_of(trained))
 
 
 def two_attempts(path: Path) -> RunDirectory:

@@ -10,6 +10,7 @@ from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.ranks.test_local import submit
+from tests.runs_on_disk import outcome_of
 from tests.trainings import events_of
 
 SCRIPT = """
@@ -45,7 +46,7 @@ def test_a_script_that_begins_no_loop_is_not_confirmed(
     """It called ``ctx.run()``. A loop that is complete already is one that has begun."""
     (script := tmp_path / "script.py").write_text(SCRIPT)
     done = submit(run, str(script), "--device", "cpu", "--", how, "2")
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     assert outcome is not None and outcome["state"] == "completed"
     assert (outcome.get("confirmed", True), done.returncode) == (confirmed, 0 if confirmed else UNCONFIRMED)
     assert not events_of(run, "short_epochs")

@@ -8,6 +8,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_local import submit
+from tests.runs_on_disk import outcome_of
 
 HABITS = """
 import locale, os, resource, shutil, sys, tempfile
@@ -51,7 +52,7 @@ def test_a_script_that_changes_everything_in_its_process_ends_like_any_other(
     done = submit(run, str(script), "--device", "cpu", "--", end)
     assert done.returncode == code, done.stderr
     assert said in done.stderr and done.stderr.count("Traceback") == (end == "raises")
-    assert (run.outcome() or {})["state"] == ("completed" if code == 0 else "failed")
+    assert (outcome_of(run) or {})["state"] == ("completed" if code == 0 else "failed")
 
 
 DELETES_LOGS = """
@@ -79,4 +80,4 @@ def test_a_run_continues_after_its_script_has_deleted_the_logs(tmp_path: Path) -
     script.write_text(DELETES_LOGS)
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "4")
     assert done.returncode == 0, done.stderr
-    assert (run.outcome() or {})["state"] == "completed" and (run.outcome() or {})["attempts"] == 2
+    assert (outcome_of(run) or {})["state"] == "completed" and (outcome_of(run) or {})["attempts"] == 2

@@ -15,6 +15,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from tests.ranks.test_child_processes import TRAINING
 from tests.ranks.test_local import submit
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story
 
 EARLY = f"""
@@ -54,7 +55,7 @@ def test_exit_code_0_with_steps_left_is_not_completed(tmp_path: Path, how: str, 
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(EARLY)
     done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--", how)
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert outcome["state"] == state, story(run)
     assert reason in outcome["reason"]
     assert done.returncode == (0 if state == "completed" else 1)
@@ -70,7 +71,7 @@ def test_a_script_that_exits_with_any_other_code_has_failed(tmp_path: Path, code
     script, run = tmp_path / "exits.py", RunDirectory(tmp_path / "run")
     script.write_text(f"import sys\nsys.exit({code})\n")
     done = submit(run, str(script), "--device", "cpu", "--gpus", "1")
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (outcome["state"], done.returncode, run.attempts()) == ("failed", shown, [0]), story(run)
     assert outcome["reason"].endswith(f"exited with code {shown}")
 
@@ -116,7 +117,7 @@ def test_nothing_in_the_script_delays_a_ranks_exit_beyond_its_grace_period(tmp_p
     assert stopped.returncode == 130 and run.outcome() is None, stopped.stderr + story(run)
     assert submit(run).returncode == 0
     step = max(4, *(event["step"] for event in run.events() if event["event"] == "stopped"))
-    assert run.outcome() == {"state": "completed", "step": step, "attempts": 2, "reason": "all ranks finished"}
+    assert outcome_of(run) == {"state": "completed", "step": step, "attempts": 2, "reason": "all ranks finished"}
     first, second = ((run.attempt_logs(attempt) / "rank-0.err").read_text() for attempt in (0, 1))
     assert re.search(
         r"exiting 0.5 s after the stop, although this is still running: main thread in lingering.py:\d+ \(<module>\), "

@@ -14,6 +14,7 @@ import pytest
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.other_user import MEMBER, UID, run_as_other, start_as_other
+from tests.runs_on_disk import outcome_of
 from tests.waiting import wait_until
 
 TRAIN = """
@@ -135,5 +136,5 @@ def test_a_run_that_its_owner_renames_between_two_jobs_continues(group_folder: P
     assert loop.returncode == 130, err
     assert run_as_other("mv", run.path, moved.path).returncode == 0
     done = run_as_other(*submit, "--local", "--run-dir", moved.path)
-    assert (done.returncode, (moved.outcome() or {}).get("state")) == (0, "completed"), done.stderr
+    assert (done.returncode, (outcome_of(moved) or {}).get("state")) == (0, "completed"), done.stderr
     assert "resumed" in [event["event"] for event in moved.events()]

@@ -13,6 +13,7 @@ from clusterddp.history.codec import sentence
 from clusterddp.jobdef import kinds
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.histories import event_of
+from tests.runs_on_disk import outcome_of
 from tests.waiting import preempt_local, story, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "like_repositories.py"
@@ -47,7 +48,7 @@ def said(run: RunDirectory, name: str) -> list[str]:
 
 
 def outcome(run: RunDirectory) -> str:
-    return str((run.outcome() or {}).get("state"))
+    return str((outcome_of(run) or {}).get("state"))
 
 
 def test_one_file_preempted_before_its_first_checkpoint_and_killed_in_every_later_attempt(run: RunDirectory) -> None:

@@ -14,6 +14,7 @@ import pytest
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import cli
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_until
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -47,7 +48,7 @@ def output(attempt: int, rank: int = 0) -> str:
 
 
 def outcome() -> dict[str, object]:
-    return dict(RunDirectory("run").outcome() or {})
+    return dict(outcome_of(RunDirectory("run")) or {})
 
 
 @pytest.mark.parametrize("name", ["USR1", pytest.param("USR2", marks=pytest.mark.product)])

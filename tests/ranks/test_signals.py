@@ -15,6 +15,7 @@ from clusterddp.supervisor.controller import give_notice
 from clusterddp.worker.signals import SignalPipe, described
 from tests.ranks.test_child_processes import TRAINING
 from tests.ranks.test_local import ranks_of, start
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_for_step, wait_until
 
 OWN_HANDLER = f"""
@@ -48,7 +49,7 @@ def attempt_under(tmp_path: Path, act: str, *signals: signal.Signals) -> RunDire
     finally:
         process.kill()
     assert process.returncode == 0, err + story(run)
-    assert (run.outcome() or {})["attempts"] == 2, story(run)
+    assert (outcome_of(run) or {})["attempts"] == 2, story(run)
     return run
 
 

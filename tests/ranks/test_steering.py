@@ -14,6 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.descent import Descent
 from tests.histories import check_history
 from tests.ranks.test_local import start
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_for_step, wait_until
 
 STEPS = 400
@@ -80,7 +81,7 @@ def test_a_script_without_clusterddp_gets_the_stop_signal_at_the_users_request(
         end.touch()
     # A second attempt that ends at once may be unconfirmed: its steps cannot be seen, only its time.
     assert process.wait(timeout=30) in ((130,) if order == "stop" else (0, UNCONFIRMED))
-    assert (run.outcome() or {}).get("state") == (None if order == "stop" else "completed"), story(run)
+    assert (outcome_of(run) or {}).get("state") == (None if order == "stop" else "completed"), story(run)
     assert {event["event"] for event in run.events()}.isdisjoint({"rank_failed", "restarted"})
 
 
@@ -130,7 +131,7 @@ def test_a_run_shows_its_stacks_saves_is_requeued_is_stopped_and_continues_bit_f
 
     fast.touch()
     _, said = start(run).communicate(timeout=120)
-    assert (run.outcome() or {}).get("state") == "completed", said
+    assert (outcome_of(run) or {}).get("state") == "completed", said
     lines = list(read_lines(run.metrics_file))
     assert [line["step"] for line in lines] == list(range(STEPS)), story(run)
     assert [line["loss"] for line in lines] == undisturbed_losses()

@@ -13,6 +13,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_local import start, submit
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_until
 from tests.wording import says
 
@@ -59,7 +60,7 @@ def test_a_seed_that_no_checkpoint_fits_is_refused_and_a_completed_run_stays_so(
     key, _, value = option.partition("=")
     was = {"seed": "of the script", "global_batch": 64}[key]
     assert f"made with {key} {was} and cannot continue with {key} {value}. Use the" in refused.stderr
-    assert (run.outcome(), run.job_file.read_text()) == (outcome, before)
+    assert (outcome_of(run), run.job_file.read_text()) == (outcome, before)
 
 
 def test_a_killed_supervisor_is_reported_and_the_run_continues(run: RunDirectory, tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_preemption_after_steps_that_the_script_does_not_record_is_reported(
     script.write_text("print('trained')\n")
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "5", "--preempt-after", "9s")
     assert done.returncode == 1, done.stderr
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
     assert f"{script} does not mention clusterddp. If it records no steps, --preempt-after 5 never fires" in done.stderr
     words = "\n--preempt-after 5 did not fire, because no step was recorded. Record steps with run.steps() or `steps:"
     assert words in done.stderr
@@ -109,7 +110,7 @@ def test_a_preemption_after_a_step_that_rank_0_prints_happens_or_is_reported(
     options = ["--device", "cpu", "--set", r"steps.log=iter (\d+)", "--preempt-after", preempt_after]
     done = submit(run, str(script), *options, "--", preempt_after)
     assert done.returncode == code, done.stderr
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (outcome["state"], outcome["attempts"]) == ("completed", attempts)
     assert words in done.stderr
     assert "does not mention clusterddp" not in done.stderr
@@ -139,4 +140,4 @@ def test_a_checkpoint_that_does_not_fit_is_refused_once(tmp_path: Path) -> None:
     script.write_text(WIDENED)
     assert submit(run, str(script), "--device", "cpu", "--gpus", "1").returncode == 130, story(run)
     assert submit(run).returncode == 1
-    assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "failed", story(run)
+    assert run.attempts() == [0, 1] and (outcome_of(run) or {})["state"] == "failed", story(run)

@@ -12,6 +12,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import give_notice
+from tests.runs_on_disk import outcome_of
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirectory, tmp_path: Path) -> None:
@@ -23,7 +24,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirect
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "clusterddp.supervisor", str(run), "--local"]
         assert subprocess.run(command, stdout=full, stderr=full, timeout=60, check=False).returncode == 0
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
     assert run.attempts() == [0, 1]
 
 

@@ -14,6 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.resume_watch import ResumeWatch
 from tests import ddp
 from tests.cli import clusterddp
+from tests.runs_on_disk import outcome_of
 from tests.waiting import preempt_local, wait_until
 
 LOOKED_AT = ("saved", "not_read")
@@ -43,7 +44,7 @@ def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path, forgets: 
     assert told == [(0, "saved", file), *[(1, "not_read", file), (1, "saved", file)] * forgets]
     not_resumed = f"attempt 1: NOT RESUMED: the script did not read {tmp_path / 'saved'}. It began again"
     assert (not_resumed in said) == forgets
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
 
 
 AT_ITS_LAST_STEP = """
@@ -67,7 +68,7 @@ def test_a_script_that_was_stopped_at_its_last_step_and_reads_its_save_has_compl
     script, run = tmp_path / "last.py", RunDirectory(tmp_path / "run")
     script.write_text(AT_ITS_LAST_STEP)
     submit(run, script, "--preempt-at", "step 5", "--set", f"env.READS={reads}", ranks=1, code=code)
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (outcome["state"], outcome["attempts"]) == ("completed", 2)
 
 
@@ -113,7 +114,7 @@ def test_a_rank_that_stands_still_is_found_and_restarted(
     submit(run, script, "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20")
     (hung,) = [event for event in run.events() if event["event"] == "hung"]
     assert hung[field] == late and what in hung["what"], hung
-    assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
+    assert run.attempts() == [0, 1] and (outcome_of(run) or {})["state"] == "completed"
 
 
 def submit(

@@ -21,6 +21,7 @@ from clusterddp.worker import optimizer_hook
 from tests.cli import clusterddp
 from tests.histories import check_history
 from tests.ranks.test_local import submit
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story
 
 AS_FOUND = str(Path(__file__).parents[1] / "scripts" / "as_found.py")
@@ -115,7 +116,7 @@ def test_a_script_that_accepts_its_checkpoint_and_ignores_it_is_not_said_to_resu
     assert (unread["attempt"], unread["file"], unread["redone"]) == (1, "out/model-8.pt", made), story(run)
     assert "own_checkpoint_read" not in {event["event"] for event in run.events()}
     assert "resumed from" not in said
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (outcome["state"], outcome["confirmed"]) == ("completed", False)
     (listed,) = json.loads(clusterddp("list", run, "--json").stdout)
     assert (listed["steps_made"], listed["steps_repeated"]) == (12, made)
@@ -151,7 +152,7 @@ def test_an_old_result_in_the_output_folder_is_no_training(
     assert code == UNCONFIRMED, said
     assert "starts at step 12" in (run.attempt_logs(0) / "rank-0.out").read_text()
     assert [event["file"] for event in run.events() if event["event"] == "own_checkpoint_read"] == [str(old)]
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (outcome["state"], outcome["confirmed"], outcome["attempts"]) == ("completed", False, 1)
 
 
@@ -169,7 +170,7 @@ def test_a_second_exit_without_the_mark_ends_the_run_unless_it_got_further(
 ) -> None:
     """The first script trains again, the second has no step left, and the third stops after a third of its steps."""
     ended, said = as_found(run, *RESUMES, "--set", "done={log: 'ends .* all'}", script=script)
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (ended, outcome["state"], outcome["attempts"]) == (code, "completed", attempts), said
     assert outcome.get("confirmed", True) is (code == 0)
 
@@ -190,7 +191,7 @@ def test_an_exception_after_steps_that_were_seen_restarts_the_ranks(run: RunDire
     """Although it came within a minute, and before the first checkpoint."""
     code, said = as_found(run, *RESUMES, script=("--raises", "0:3"))
     assert code == 0, said
-    assert (run.outcome() or {})["attempts"] == 2
+    assert (outcome_of(run) or {})["attempts"] == 2
     assert re.search(r"restarting all ranks in place, because the attempt had completed \d+ steps?", said), said
 
 
@@ -241,7 +242,7 @@ def test_a_process_of_the_script_that_was_killed_is_named_and_the_end_is_not_con
     died = [(event["process"], event["code"]) for event in run.events() if event["event"] == "child_died"]
     assert died == ([("trainer-1", -9)] if kills == "kills" else []), story(run)
     assert done.returncode == (UNCONFIRMED if kills == "kills" else 0), done.stderr
-    assert ("process trainer-1 (pid " in str((run.outcome() or {})["reason"])) is (kills == "kills")
+    assert ("process trainer-1 (pid " in str((outcome_of(run) or {})["reason"])) is (kills == "kills")
     check_history(run.events())
 
 
@@ -308,7 +309,7 @@ def test_a_hang_of_an_untouched_script_is_named_and_its_steps_are_those_of_its_l
     assert "The others wait in" in hung["what"], hung
     begun = [(event["attempt"], event["step"], event.get("redone")) for event in events if event["event"] == "training"]
     assert begun == [(0, 0, None), (1, 0, 20)], story(run)
-    assert (run.outcome() or {})["step"] == 30
+    assert (outcome_of(run) or {})["step"] == 30
     assert "completed at step 30: all ranks finished" in clusterddp("status", run).stdout
     assert [one.made for one in read_timings(run).intervals if one.attempt == 1] == [60]
 

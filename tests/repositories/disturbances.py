@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from clusterddp import protocol
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ddp import REPOSITORY
 from tests.gpu import build
@@ -132,7 +133,7 @@ def environment(copy: Copy) -> dict[str, str]:
 
 def outcome_of(copy: Copy, directory: RunDirectory, disturbance: str, seconds: float) -> dict[str, Any]:
     """The fields of a Result, from the run's records and rank 0's logs."""
-    outcome = directory.outcome() or {}
+    outcome = read_json(directory.outcome_file) or {}
     logs = [log_of(directory, attempt) for attempt in sorted(directory.attempts())]
     made = [match.groups() for log in logs for match in re.finditer(copy.repository.step, log, re.MULTILINE)]
     metrics = re.findall(copy.repository.metric, "\n".join(logs), re.MULTILINE)

@@ -24,6 +24,7 @@ from clusterddp.slurm.configuration import usable_nodes
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
 from clusterddp.supervisor.controller import SlurmController
+from tests.runs_on_disk import outcome_of
 from tests.simulation import product, sweeps
 from tests.simulation.disk import Disk
 from tests.simulation.invariants import Invariants
@@ -434,7 +435,7 @@ class History:
             if held := lease.held_by_other(self.run):
                 self.world.tell(self.world.process.name, f"{self.run} is {held}")
                 return 1
-            if self.run.cancelled or (self.run.outcome() or {}).get("state") == "completed":
+            if self.run.cancelled or (outcome_of(self.run) or {}).get("state") == "completed":
                 self.world.tell(self.world.process.name, "the run is over")
                 return 1
             with sweeps.without_outcome(self.disk, self.run):

@@ -437,7 +437,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield history_codec, "decode", _decode
     yield RunDirectory, "attempts", _of_run("attempts", list, ATTEMPTS, _attempts)
     yield RunDirectory, "events", _of_run("events", list, LINES)
-    yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
+    yield RunDirectory, "outcome", _of_run("outcome", _same, FILES)
     yield summary, "_History", _of_run("ends", _same, LINES, summary._History)
     for name in ("attempt_logs", "attempt_private", "holder_file", "control_file", "resume_record"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
@@ -464,10 +464,6 @@ def _of_run(
 def _same(found: Any) -> Any:
     """Of what nobody changes."""
     return found
-
-
-def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if found is None else dict(found)
 
 
 def _once_per_run(path_of: Callable[[RunDirectory, int], Path]) -> Callable[..., Path]:

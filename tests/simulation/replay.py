@@ -36,6 +36,7 @@ from clusterddp.slurm.run_states import Cause
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.errors import ClusterError
 from tests.cluster.system import Process
+from tests.runs_on_disk import outcome_of
 from tests.simulation import product
 from tests.simulation.history import Fault, History, Plan
 from tests.simulation.ranks import Script
@@ -258,7 +259,7 @@ def on_the_cluster(cluster: Cluster, history: Drawn, folder: Path) -> tuple[str,
         for command in commands:
             command.kill()
             command.wait()
-    outcome = training.run.outcome()
+    outcome = outcome_of(training.run)
     return outcome["state"] if outcome else "no outcome", tuple(told(training.run.events()))
 
 

@@ -18,6 +18,7 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.conftest import Clusters
+from tests.runs_on_disk import outcome_of
 from tests.trainings import Training, events_of
 from tests.waiting import story, wait_for_outcome
 
@@ -134,7 +135,7 @@ def test_a_node_without_the_ranks_interface_ends_a_run_that_has_not_started(
         job = submit(cluster, EVERYTHING, run, folder / "counted")
         assert wait_for_outcome(run) == "failed", story(run)
         cluster.wait_job(job, {"FAILED"})  # and holds no node
-    assert f"{node} has no ib0" in (run.outcome() or {})["reason"], story(run)
+    assert f"{node} has no ib0" in (outcome_of(run) or {})["reason"], story(run)
     assert len(run.attempts()) == 1
 
 

@@ -14,6 +14,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.packages import require
+from tests.runs_on_disk import outcome_of
 from tests.trainings import events_of
 from tests.waiting import story, wait_until
 
@@ -57,7 +58,7 @@ def test_a_multirun_returns_at_once_and_the_same_command_waits_for_it(cluster: C
     assert "member 2: failed" in done.stderr or "2.0 is too much" in done.stderr, done.stderr
     assert done.returncode == 1 and "3 members: 2 queued or running, 1 failed" in done.stderr, done.stderr
     for run, lr in zip(members, (0.1, 0.2), strict=False):
-        outcome = run.outcome() or {}
+        outcome = outcome_of(run) or {}
         assert outcome.get("state") == "completed" and run.attempts() == [0, 1], story(run)
         value = 1.0
         for _ in range(20):

@@ -14,6 +14,7 @@ from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.histories import event_of
+from tests.runs_on_disk import outcome_of
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
 STEPS = 200
@@ -74,7 +75,7 @@ def test_a_preempted_run_is_requeued_and_is_the_same_run(
     job_id = submit(cluster, run, *job()).stdout.strip()
     preempt_in_training(cluster, run, 20)
     assert wait_for_outcome(run) == "completed", story(run)
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     assert outcome is not None
     assert (outcome["step"], outcome["attempts"]) == (STEPS, 2), story(run)
     ended_once(cluster, job_id, run)
@@ -114,7 +115,7 @@ def test_clusterddp_cancel_ends_a_pending_run_for_good(cluster: Cluster, runs: P
     job_id = submit(cluster, run, *job()).stdout.strip()
     cluster.run([cluster.python, "-m", "clusterddp", "cancel", run.path])
     assert cluster.wait_job(job_id, {"CANCELLED"})
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     assert outcome is not None
     assert (outcome["state"], outcome["attempts"]) == ("cancelled", 0)
 

@@ -11,6 +11,7 @@ import pytest
 from clusterddp.history.words import NOT_CONTINUED
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
+from tests.runs_on_disk import outcome_of
 from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
 from tests.waiting import story, wait_for_step, wait_until
 
@@ -92,7 +93,7 @@ def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: C
     training.preempt()
     training.go(0)
     assert training.finish() == "failed"
-    assert (training.run.outcome() or {})["reason"] == "limits.attempts (1) reached. Last attempt: preempted"
+    assert (outcome_of(training.run) or {})["reason"] == "limits.attempts (1) reached. Last attempt: preempted"
 
 
 # ---- resubmission
@@ -155,7 +156,7 @@ def test_a_run_that_is_not_to_continue_ends_with_its_job_and_can_be_submitted_ag
     command = [cluster.python, "-m", "clusterddp", "wait", "--resubmit", training.run.path]
     assert cluster.run(command, check=False).returncode == 12, story(training.run)
     (stopped,) = events_of(training.run, "stopped")
-    assert (stopped["then"], training.run.outcome()) == (NOT_CONTINUED, None), story(training.run)
+    assert (stopped["then"], outcome_of(training.run)) == (NOT_CONTINUED, None), story(training.run)
     job = cluster.wait_job(training.job_id, {"COMPLETED", "PREEMPTED"})
     assert job["Restarts"] == "0" and (not grace or job["ExitCode"] == "0:0")
     again = [cluster.python, "-m", "clusterddp.submit", "--run-dir", training.run.path]
@@ -202,7 +203,7 @@ def never_again(training: Training, outcome: str | None) -> None:
     """The job is over, and no further attempt was made."""
     attempts = training.run.attempts()
     training.cluster.wait_job(training.job_id, {"CANCELLED"})
-    assert (training.run.outcome() or {}).get("state") == outcome, story(training.run)
+    assert (outcome_of(training.run) or {}).get("state") == outcome, story(training.run)
     assert training.run.attempts() == attempts
     assert training.cluster.run(["squeue", "-h", "-u", training.cluster.user, "-p", "low"]).stdout == ""
 
@@ -241,7 +242,7 @@ def test_scancel_during_a_save_is_final_and_the_save_is_kept(cluster: Cluster, r
     cluster.run(["scancel", training.job_id])
     cluster.wait_for(training.job_id, lambda job: job.get("JobState") != "RUNNING", "to be cancelled")
     training.go(0)
-    wait_until(lambda: training.run.outcome(), f"the outcome\n{story(training.run)}", 30)
+    wait_until(lambda: outcome_of(training.run), f"the outcome\n{story(training.run)}", 30)
     never_again(training, "cancelled")
     assert 20 in [event["step"] for event in events_of(training.run, "checkpoint")]
 
@@ -271,7 +272,7 @@ exec "$(PATH=${{PATH#*:}} command -v sbatch)" "$@"
     cluster.run(["scancel", training.job_id])
     cluster.wait_for(training.job_id, lambda job: job.get("JobState") != "RUNNING", "to be cancelled")
     (runs / "cancelled").touch()
-    wait_until(lambda: training.run.outcome(), f"the outcome\n{story(training.run)}", 30)
+    wait_until(lambda: outcome_of(training.run), f"the outcome\n{story(training.run)}", 30)
     never_again(training, "cancelled")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.runs_on_disk import outcome_of
 from tests.trainings import MOMENTS, Training, check_same_run, preempt_at_each
 from tests.waiting import story
 
@@ -60,5 +61,5 @@ def test_a_watcher_lifts_the_hold_after_a_requeue(clusters: Any, runs_on: Any) -
     _, words = watcher.communicate(timeout=90)
     assert watcher.returncode == 0, words
     assert f"lifted Slurm's hold on job {training.job_id} after the requeue" in words
-    assert (training.run.outcome() or {})["attempts"] == 2
+    assert (outcome_of(training.run) or {})["attempts"] == 2
     cluster.drain_jobs()

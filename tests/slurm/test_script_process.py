@@ -9,6 +9,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_child_processes import TRAINING
+from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_for_outcome, wait_for_step, wait_until
 
 SCRIPT = f"""
@@ -52,7 +53,7 @@ def test_an_open_pool_delays_no_preemption_and_a_script_handler_does_not_end_the
     assert "requeued" in events and events["requeued"]["cause"] == "preempted", story(run)
     # The ranks wait in step 4, and may make one more before all have agreed; the handler's ranks save nothing.
     assert events["requeued"].get("checkpoint") in ((5, 6) if what == "pool" else (None,)), story(run)
-    assert (run.outcome() or {})["attempts"] == 2
+    assert (outcome_of(run) or {})["attempts"] == 2
     cluster.drain_jobs()
 
 

@@ -20,6 +20,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Clusters
 from tests.histories import view
+from tests.runs_on_disk import outcome_of
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
@@ -55,7 +56,7 @@ def member(folder: Path, seed: int) -> RunDirectory:
 
 def wait_for_end(folder: Path, *seeds: int) -> list[str]:
     """The states of members that are to end."""
-    outcomes = [lambda seed=seed: member(folder, seed).outcome() for seed in seeds]
+    outcomes = [lambda seed=seed: outcome_of(member(folder, seed)) for seed in seeds]
     for seed, outcome in zip(seeds, outcomes, strict=True):
         try:
             wait_until(outcome, f"member {seed} to end", timeout=60)
@@ -166,7 +167,7 @@ def test_members_that_are_preempted_at_random_end_as_their_undisturbed_selves(
     record_property("figures", f"{preempted} preemptions, {sum(attempts.values())} attempts of {len(runs)} members")
     print(f"{preempted} preemptions; attempts: {attempts}")
     for name, run in runs.items():
-        outcome, expected = run.outcome() or {}, undisturbed[name].outcome() or {}
+        outcome, expected = outcome_of(run) or {}, outcome_of(undisturbed[name]) or {}
         assert (outcome["state"], outcome["step"]) == (expected["state"], expected["step"]), f"{name}\n{story(run)}"
         assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in undisturbed[name].metrics()], name
         if outcome["state"] == "completed":
@@ -204,7 +205,7 @@ def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(
     cluster.preempt(seconds=0.1)
     for run in (found[1], found[2], found[4]):
         assert wait_for_outcome(run) == "completed", story(run)
-    assert [(run.outcome() or {})["state"] for run in (found[0], found[3])] == ["cancelled"] * 2
+    assert [(outcome_of(run) or {})["state"] for run in (found[0], found[3])] == ["cancelled"] * 2
     (new,) = {event["job"] for event in events_of(found[1], "resubmitted")}
     assert re.fullmatch(r"\d+", new) and new != array
     again = [*words[:4], runs / "again", "--sweep", "lr=1e-4,2e-4", "--", "--pause", "0.1"]

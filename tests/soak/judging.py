@@ -11,6 +11,7 @@ from clusterddp.data.sample_order import Binding, Shuffled
 from clusterddp.history.words import RUN_ENDS
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.runs_on_disk import outcome_of
 from tests.waiting import differing, final_state
 
 STEPS = 300
@@ -33,7 +34,7 @@ class Injected:
 def judge(run: RunDirectory, reference: RunDirectory, ranks: int, injected: Sequence[Injected] = ()) -> list[str]:
     """What is wrong with a run that is over; nothing, if it equals the uninterrupted ``reference``."""
     events, lines, counted = run.events(), list(read_lines(run.metrics_file)), run.metrics()
-    outcome = run.outcome()
+    outcome = outcome_of(run)
     completed = outcome is not None and outcome["state"] == "completed"
     problems = [] if completed else [f"the outcome is {outcome}"]
     problems += terminal_events(events)

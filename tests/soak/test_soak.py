@@ -247,7 +247,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cluster
         if ranks_per_node not in made:
             training = submit_training(up, folder, "--steps", str(STEPS), ranks_per_node=ranks_per_node)
             outcome = until(training.run.outcome, "the uninterrupted run", WAIT_S)
-            assert (outcome["state"], outcome["attempts"]) == ("completed", 1), story(training.run)
+            assert (outcome.state, outcome.attempts) == ("completed", 1), story(training.run)
             kept = tmp_path_factory.mktemp("uninterrupted") / "run"  # the cluster's folders are deleted with it
             made[ranks_per_node] = RunDirectory(shutil.copytree(training.run.path, kept))
         return made[ranks_per_node]

@@ -69,7 +69,7 @@ from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, RanksHere, next_answer
 from tests.histories import event_of, happened, view
 from tests.reports import reported
-from tests.runs_on_disk import jobs_of
+from tests.runs_on_disk import jobs_of, outcome_of
 from tests.waiting import wait_until
 from tests.wording import says
 
@@ -312,7 +312,7 @@ def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(run: RunDire
 
     job = dataclasses.replace(JOB, policy="resubmit")
     assert supervised(run, Starting(Cause.PREEMPTED, Cause.CANCELLED), job=job) == (1, ["started"])
-    assert (fake_slurm.asked, run.outcome()) == (["scancel 42"], None)
+    assert (fake_slurm.asked, outcome_of(run)) == (["scancel 42"], None)
 
 
 def test_a_scancel_of_the_new_job_without_an_answer_is_repeated_and_its_start_finds_the_outcome(
@@ -322,7 +322,7 @@ def test_a_scancel_of_the_new_job_without_an_answer_is_repeated_and_its_start_fi
     tried: list[str] = []
 
     def scancel(*_: str) -> Exception | None:
-        tried.append(str((run.outcome() or {}).get("state")))
+        tried.append(str((outcome_of(run) or {}).get("state")))
         return SlurmUnavailable("Socket timed out") if len(tried) == 1 else None
 
     fake_slurm["scancel"] = scancel
@@ -556,7 +556,7 @@ def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
     fake_slurm["scontrol show job"] = [SlurmUnavailable("Socket timed out on send/recv operation"), None]
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
     assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
 
 
 def test_a_run_that_completes_while_another_job_starts_is_not_trained_again(
@@ -569,7 +569,7 @@ def test_a_run_that_completes_while_another_job_starts_is_not_trained_again(
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
     assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
     assert run.attempts() == [0]
-    assert run.outcome() == outcome
+    assert outcome_of(run) == outcome
 
 
 def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
@@ -584,7 +584,7 @@ def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
 
     monkeypatch.setattr(RunDirectory, "create_attempt", create_attempt)
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.NONE)) == 0
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
 
 
 def test_a_failure_in_the_jobs_restart_while_its_first_start_stands_still_is_kept(
@@ -600,7 +600,7 @@ def test_a_failure_in_the_jobs_restart_while_its_first_start_stands_still_is_kep
 
     monkeypatch.setattr(RunDirectory, "create_attempt", create_attempt)
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.NONE)) == 1
-    assert (run.outcome() or {})["state"] == "failed"
+    assert (outcome_of(run) or {})["state"] == "failed"
 
 
 def test_an_outcome_that_is_written_while_a_start_looks_at_the_last_one_is_kept(
@@ -616,7 +616,7 @@ def test_an_outcome_that_is_written_while_a_start_looks_at_the_last_one_is_kept(
 
     monkeypatch.setattr(lease, "held_before", held_before)
     supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.PREEMPTED))
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
 
 
 def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
@@ -625,7 +625,7 @@ def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_chec
     assert supervise(run, JOB, lambda *_: killed, FakeController(Cause.NONE)) == 1
     names = [event["event"] for event in run.events() if event["event"] != "not_excluded"]
     assert names == ["started", "rank_failed", "restarted"] * 2 + ["started", "rank_failed", "failed"]
-    assert "3 consecutive attempts failed without saving a new checkpoint" in (run.outcome() or {})["reason"]
+    assert "3 consecutive attempts failed without saving a new checkpoint" in (outcome_of(run) or {})["reason"]
 
 
 def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirectory) -> None:
@@ -639,7 +639,7 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
         return FakeRanks(run, next(ends))
 
     assert supervise(run, JOB, ranks, FakeController(Cause.NONE)) == 0
-    assert run.outcome() == {"state": "completed", "step": 1, "attempts": 6, "reason": "all ranks finished"}
+    assert outcome_of(run) == {"state": "completed", "step": 1, "attempts": 6, "reason": "all ranks finished"}
 
 
 def test_an_attempt_deletes_the_logs_of_old_ones(run: RunDirectory) -> None:
@@ -845,7 +845,7 @@ def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(ru
             return code
 
     assert cut(run, FakeController(Cause.NONE), kind=Finishing) == 0
-    outcome = run.outcome() or {}
+    outcome = outcome_of(run) or {}
     assert (outcome["state"], outcome["step"]) == ("completed", 10)
 
 
@@ -1573,7 +1573,7 @@ def test_a_missing_slurm_does_not_hide_why_srun_failed(run: RunDirectory) -> Non
     other.path.mkdir()
     Attempt(other, JOB, other.create_attempt(), Srun(other, passes), away).supervise()
     assert [one.events()[1]["event"] for one in (run, other)] == ["launch_failed", "launch_failed"]
-    assert (run.outcome() or {})["state"] == "failed" and other.outcome() is None
+    assert (outcome_of(run) or {})["state"] == "failed" and other.outcome() is None
 
 
 @pytest.mark.parametrize(
@@ -1982,4 +1982,4 @@ def test_a_run_that_is_done_is_concluded_with_its_last_step(run: RunDirectory) -
     happened(run, {"event": "checkpoint", "attempt": 0, "time": 1.0, "step": 3})
     append_line(run.metrics_file, {"step": 9, "attempt": 0, "loss": 1.0})
     assert main.conclude(run, JOB, 1, Completed, "done exists") == 0
-    assert (run.outcome() or {})["step"] == 10
+    assert (outcome_of(run) or {})["step"] == 10

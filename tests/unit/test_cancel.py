@@ -17,6 +17,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from tests.fake_slurm import FakeSlurm
+from tests.runs_on_disk import outcome_of
 from tests.wording import raises, says
 
 Captured = pytest.CaptureFixture[str]
@@ -35,7 +36,7 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDirectory]
 
 
 def states(runs: list[RunDirectory]) -> list[str | None]:
-    return [(run.outcome() or {"state": None})["state"] for run in runs]
+    return [(outcome_of(run) or {"state": None})["state"] for run in runs]
 
 
 def test_one_run_is_cancelled_without_a_question(three: list[RunDirectory], capsys: Captured) -> None:

@@ -39,6 +39,7 @@ from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.training.metrics import Metrics
 from tests.histories import happened
 from tests.other_user import UID
+from tests.runs_on_disk import outcome_of
 from tests.wording import raises, says
 
 
@@ -79,7 +80,7 @@ def test_an_attempt_that_cannot_be_seen_yet_is_skipped(run: RunDirectory, monkey
 def test_no_attempt_before_the_first(tmp_path: Path) -> None:
     """A run that does not exist has no attempts, events, metrics or outcome."""
     run = RunDirectory(tmp_path / "none")
-    assert (run.exists(), run.attempts(), run.events(), run.metrics(), run.outcome()) == (False, [], [], [], None)
+    assert (run.exists(), run.attempts(), run.events(), run.metrics(), outcome_of(run)) == (False, [], [], [], None)
 
 
 def test_private_is_closed_to_others(run: RunDirectory) -> None:

@@ -24,6 +24,7 @@ from clusterddp.runs.sweep_submission import SweepFolder
 from tests.checkpoint_files import save
 from tests.histories import happened
 from tests.other_user import UID, run_as_other
+from tests.runs_on_disk import outcome_of
 from tests.wording import raises
 
 JOB = Job(name="net", module="net", device="cpu")
@@ -136,7 +137,7 @@ def test_a_user_without_a_name_and_a_home_has_no_defaults(open_folder: Path) -> 
     done = run_as_other(sys.executable, "-m", "clusterddp", *words, umask=0o277)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     run = RunDirectory(open_folder / "runs" / "a")
-    assert (run.outcome() or {})["state"] == "completed"
+    assert (outcome_of(run) or {})["state"] == "completed"
     assert (run.attempt_logs(0) / "rank-0.out").read_text() == "trained\n"
 
 

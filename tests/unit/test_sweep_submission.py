@@ -30,7 +30,7 @@ from clusterddp.supervisor.lease import holders
 from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
 from tests.histories import happened
 from tests.packages import require
-from tests.runs_on_disk import jobs_of
+from tests.runs_on_disk import jobs_of, outcome_of
 from tests.wording import raises, says
 
 
@@ -240,7 +240,7 @@ def test_a_member_that_completes_before_its_array_is_written_keeps_its_outcome(
     fake_slurm["scontrol show config"] = limits
     sweep("seed=0..1", "--retry", "failed")
     assert submitted(slurm)[1:] == [["seed=1"]]
-    assert (member(0).outcome() or {})["state"] == "completed"
+    assert (outcome_of(member(0)) or {})["state"] == "completed"
 
 
 def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
