@@ -110,7 +110,11 @@ class SubmissionForbidden(SlurmError):
 
 
 class SlurmMissing(SlurmUnavailable):
-    """A Slurm command is not on PATH. A retry does not help."""
+    """A Slurm command is not on PATH. A retry does not help. ``remedy``: what to do on a login node."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}. {remedy}" if remedy else problem)
+        self.problem = problem
 
 
 class CheckpointError(ClusterddpError):

@@ -381,11 +381,7 @@ _ROWS = [(re.compile(row.pattern), row) for row in TABLE]
 
 @functools.lru_cache(maxsize=1024)  # many ranks may have the same error
 def find(text: str, traceback: str = "") -> ErrorText | None:
-    """The row of an error with this text, ``TYPE: MESSAGE``. None if there is none, as for the script's own errors.
-
-    Also of the text of an abort: ``aborted: c10::DistBackendError: ...``.
-    """
-    text = text.removeprefix("aborted: ")
+    """The row of an error with this text, ``TYPE: MESSAGE``. None if there is none, as for the script's own errors."""
     named = _TYPE.match(text)
     kind = named[1].rpartition(".")[2] if named else ""
     rows = (row for pattern, row in _ROWS if ("::" in kind or kind in row.types) and pattern.search(text))

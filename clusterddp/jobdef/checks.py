@@ -50,7 +50,7 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     resume = given_node(fields, "resume")
     inner = resume.value if resume is not None and isinstance(resume.value, dict) else {}
     patterns = job.resume.checkpoint if job.resume else ()
-    known = any(mistake.message.startswith(("resume: ", "unknown key 'resume.")) for mistake in mistakes)
+    known = any(mistake.key == "resume" or mistake.key.startswith("resume.") for mistake in mistakes)
     if resume is not None and inner is resume.value and not patterns and not known:
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
     args, replace = given_node(inner, "args"), given_node(inner, "replace")

@@ -55,7 +55,7 @@ def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Field
     if named.text not in kinds.preset_names():
         hint = did_you_mean(named.text, kinds.preset_names()) or f". Presets: {', '.join(kinds.preset_names())}"
         expected = "expected a mapping with checkpoint: PATTERN, or the name of a preset"
-        mistakes.append(Mistake(named.place, f"resume: {expected}, got {named.quoted}{hint}"))
+        mistakes.append(Mistake(named.place, f"resume: {expected}, got {named.quoted}{hint}", "resume"))
         return rest
     root = yaml12.load(preset_text(named.text), PresetSource(f"preset {named.text}"))
     preset = root.value if isinstance(root.value, dict) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from clusterddp.errors import JobDefinitionError
@@ -65,10 +65,11 @@ Fields = dict[Key, Node]
 
 @dataclass(frozen=True, order=True)
 class Mistake:
-    """An error in a document. Sorts by place."""
+    """An error in a document. Sorts by place. ``key``: the key with the error, if there is one."""
 
     place: Place
     message: str
+    key: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.place}: {self.message}"

@@ -208,7 +208,7 @@ def read_fields(
             values |= table[key].read(node, prefix, mistakes)
         except Wrong as wrong:
             named = "" if isinstance(node.place.source, OptionSource) else f"{prefix}{key}: "
-            mistakes.append(Mistake(node.place, f"{named}{wrong}"))
+            mistakes.append(Mistake(node.place, f"{named}{wrong}", prefix + key))
     return values
 
 
@@ -225,7 +225,7 @@ def check_keys(
         if key not in names:
             hint = (instead or {}).get(key.replace("-", "_"))
             hint = f": {hint}" if hint else did_you_mean(key, names) or f". Valid keys: {', '.join(names)}"
-            mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{hint}"))
+            mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{hint}", prefix + key))
 
 
 def written(owner: object, table: Mapping[str, Entry]) -> dict[str, Any]:

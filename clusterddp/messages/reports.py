@@ -206,7 +206,8 @@ class Made:
 class Left:
     """How the rank ended: its last report, and its record in the run directory.
 
-    ``error``: an exception's type and message. ``reason``: of a stop. ``exit_code``: only after ``sys.exit``.
+    ``error``: an exception's type and message. ``exception``: its type.
+    ``reason``: of a stop. ``exit_code``: only after ``sys.exit``.
     ``alone``: rank 0 stopped without the others. ``left_loop``: it is done with steps left, as after ``break``.
     ``read_saved``: it is done without a step, after it had opened what the script saved at its last stop.
     ``without_torch``: the script did not import torch, so that no steps could be seen. ``final``: a restart would raise
@@ -217,6 +218,7 @@ class Left:
     host: str
     end: End
     error: str = ""
+    exception: str = ""
     traceback: str = ""
     step: Count | None = None
     reason: str = ""

@@ -111,15 +111,17 @@ class Resubmitter:
         self._was_held = True
         jobs = []
         for claim in claims:  # all of them, as an unknown job may have started before a resubmission
-            jobs.append(job := self._show_job(claim.job))
+            job = self._show_job(claim.job)
             if job is not None and job.live:
                 return self._help_live(job)
+            jobs.append(job)
         newest, job = claims[0].job, jobs[0]
         if self._run.outcome() is not None or self._claims() != claims:
             return _CHANGED
         early = early_end(self._run, claims[0], job.state if job else None)
-        if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
-            newest, job, early = claims[1].job, jobs[1], None  # which held the run when the newest job started
+        before = jobs[1] if len(jobs) > 1 else None
+        if early and _ended_later(before, job):
+            newest, job, early = claims[1].job, before, None  # which held the run when the newest job started
         # The user may have stopped it, or the history is hidden with all that the job has done.
         is_unread = not self._run.history() and (self._should_continue(job) or bool(early and not early.lines))
         if doubt_s < HIDDEN_S and (is_unread or self._run.may_be_over(job.state if job else None)):
@@ -212,6 +214,13 @@ class Resubmitter:
         return Help(f"{ended}. Resubmitted as job {new}")
 
 
+def _ended_later(job: JobInfo | None, other: JobInfo | None) -> bool:
+    """Whether a job ended after another one, as far as Slurm knows both."""
+    if job is None or other is None:
+        return False
+    return (job.end_time or 0.0) > (other.end_time or math.inf)
+
+
 def _is_settled(event: Event) -> bool:
     """Whether an attempt has ended so that its job needs no help."""
     return isinstance(event, AttemptEnd) and not (isinstance(event, Stopped) and event.refused is not None)
@@ -230,10 +239,10 @@ def _is_stuck(history: RunView, attempt: int, job: JobInfo) -> bool:
 def _was_killed(history: RunView, attempt: int) -> bool:
     """Whether the supervisor of this attempt, the newest, was killed, and another job may get further: not if that of
     the attempt before was killed, too, and this one has saved nothing."""
-    own, before = history.attempt(attempt), history.attempt(attempt - 1)
-    if history.is_superseded(attempt) or not own.is_open:
+    killed, before = history.attempt(attempt), history.attempt(attempt - 1)
+    if history.is_superseded(attempt) or not killed.is_open:
         return False
-    return own.has(Checkpoint, SavedItself) or not before or not before.is_open
+    return killed.has(Checkpoint, SavedItself) or not before or not before.is_open
 
 
 #: Seconds for which a run without an outcome must be stopped, or unknown, to have ended. A job may be submitted, or an
@@ -366,12 +375,12 @@ class Waiting:
     @property
     def left(self) -> list[Wait]:
         """Those that have not ended."""
-        return [one for one in self._waits if one.end is None]
+        return [wait for wait in self._waits if wait.end is None]
 
     @property
     def exit_code(self) -> int:
         """0 if all runs that ended completed, otherwise the code of the worst outcome."""
-        ends = {one.end for one in self._waits}
+        ends = {wait.end for wait in self._waits}
         return next((code for word, code in WAITED.items() if word in ends), 0)
 
     def look(self, enough: int, left_s: float = math.inf) -> bool:
@@ -379,13 +388,13 @@ class Waiting:
 
         ``left_s``: the seconds until the deadline, which an answer of the controller must not delay.
         """
-        for one in self.left:
-            one.look()
+        for wait in self.left:
+            wait.look()
         if self._over(enough):
             return True
-        if self.pace.due(tuple(one.seen() for one in self.left)):
+        if self.pace.due(tuple(wait.seen() for wait in self.left)):
             self._ask(min(TIMEOUT_S, max(FILE_CHECK_S, left_s)))
-            self.pace.asked(min((one.most_s for one in self.left), default=FILE_CHECK_S))
+            self.pace.asked(min((wait.most_s for wait in self.left), default=FILE_CHECK_S))
         return self._over(enough)
 
     def _over(self, enough: int) -> bool:
@@ -394,13 +403,14 @@ class Waiting:
     def _ask(self, timeout_s: float) -> None:
         """Finds the states of the runs that have not ended, by at most one call of squeue for all."""
         left = self.left
-        summaries = [summarize(one.run) for one in left]
+        summaries = [summarize(wait.run) for wait in left]
         states = run_states(summaries, timeout_s=timeout_s, queue=self.pace)
         now = time.monotonic()
-        if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
+        doubts = [state.reason for wait, state in zip(left, states, strict=True) if wait.newly_unknown(state)]
+        if doubts:
             show(f"the state of a run is unknown, retrying: {doubts[0]}")
-        for one, summary, state in zip(left, summaries, states, strict=True):
-            one.update(summary, state, now)
+        for wait, summary, state in zip(left, summaries, states, strict=True):
+            wait.update(summary, state, now)
 
 
 def wait(
@@ -443,14 +453,14 @@ def wait(
                 if waiting.look(enough, deadline - time.monotonic()):
                     return waiting.exit_code
                 if time.monotonic() >= deadline:
-                    left = waiting.left
-                    names = ", ".join([*(one.run.path.name for one in left[:5]), *(["..."] if len(left) > 5 else [])])
-                    show(f"timed out: {len(left)} of {len(runs)} runs did not end ({names})")
+                    late = [left.run.path.name for left in waiting.left]
+                    shown = late if len(late) <= 5 else [*late[:5], "..."]
+                    show(f"timed out: {len(late)} of {len(runs)} runs did not end ({', '.join(shown)})")
                     return TIMED_OUT
                 time.sleep(SHOWN_FILE_CHECK_S if displays else FILE_CHECK_S)
         except KeyboardInterrupt:
             how = f"clusterddp wait{' --resubmit' if resubmit else ''}"
-            names = " ".join(one.run.quoted for one in waiting.left)
+            names = " ".join(left.run.quoted for left in waiting.left)
             verb = "runs continue" if len(waiting.left) > 1 else "run continues"
             show(f"no longer waiting. The {verb}. Wait again with: {how} {names}")
             return INTERRUPTED

@@ -219,8 +219,9 @@ def require(*commands: str) -> None:
     for command in commands:
         if shutil.which(command) is None:
             raise SlurmMissing(
-                f"{command} not found on PATH ({os.environ.get('PATH', '')}). Submit from a Slurm login node, "
-                "load the site's Slurm module, or add --local to run on this machine without Slurm"
+                f"{command} not found on PATH ({os.environ.get('PATH', '')})",
+                "Submit from a Slurm login node, load the site's Slurm module, or add --local to run on this machine "
+                "without Slurm",
             )
 
 

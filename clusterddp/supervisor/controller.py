@@ -465,10 +465,10 @@ class Monitor:
             notice = self._controller.notice()
         except (SlurmError, RunDirectoryError, OSError) as error:
             self._failures += 1
+            if isinstance(error, SlurmMissing):  # whose remedy is about submissions
+                return ControllerFailed(error.problem, missing=True)
             reachable = isinstance(error, SlurmError) and not isinstance(error, SlurmUnavailable)
-            missing = isinstance(error, SlurmMissing)
-            # The rest of that message is about submissions.
-            return ControllerFailed(str(error).partition(". ")[0] if missing else str(error), reachable, missing)
+            return ControllerFailed(str(error), reachable)
         self._failures, self._end_time = 0, notice.end_time
         return notice
 

@@ -117,10 +117,13 @@ def step(state: State, event: Event, now: float) -> Step:
     if state.superseded and not (isinstance(event, RanksExited) or event is Timer.ABANDON):
         return state, []
     before = state.stops_sent
-    state, actions = (
-        _TIMERS[event](state, now) if isinstance(event, Timer) else _HANDLERS[type(event)](state, event, now)
-    )
-    return state if state.stops_sent == before else replace(state, sent_at=now), actions
+    if isinstance(event, Timer):
+        state, actions = _TIMERS[event](state, now)
+    else:
+        state, actions = _HANDLERS[type(event)](state, event, now)
+    if state.stops_sent != before:
+        state = replace(state, sent_at=now)
+    return state, actions
 
 
 # Reports of ranks
@@ -267,9 +270,11 @@ def _lose_connection(state: State, event: ConnectionLost, now: float) -> Step:
         return state, [*actions, *more]
     # Its node is lost, or this one is cut off, and so is the controller. Or this one was, and the node answers by now.
     # srun would wait until Slurm gives a lost node up, and so would the ranks on other nodes.
-    first = not state.silent
+    is_first = not state.silent
     state = replace(state, silent=state.silent | {rank})
-    return (_confirm(state), [*actions, Do.ASK_CONTROLLER]) if first else (state, actions)
+    if not is_first:
+        return state, actions
+    return _confirm(state), [*actions, Do.ASK_CONTROLLER]
 
 
 def _confirm(state: State) -> State:
@@ -311,7 +316,10 @@ def _on_made(state: State, rank: int, made: Made) -> Step:
     if asked is None or asked.number != made.question or rank not in asked.waiting or made.step < asked.step:
         return state, []
     asked = replace(asked, waiting=asked.waiting.without(rank))
-    return replace(state, question=asked), [] if asked.waiting else [Broadcast(orders.Commit(asked.number), _RANK_0)]
+    state = replace(state, question=asked)
+    if asked.waiting:
+        return state, []
+    return state, [Broadcast(orders.Commit(asked.number), _RANK_0)]
 
 
 def _lose(state: State, rank: int, at: float) -> State:
@@ -424,9 +432,10 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
     lost: list[Action] = []
     if state.confirming and not state.nodes_asked:
         state, lost = replace(state, nodes_asked=True), [Do.ASK_NODES]
-    # A stop that was already due is not sent any sooner.
     due = _due(state, now)
-    state, actions = (state, []) if due and due[0] is state.due else _check_stop(state, now)
+    if due is not None and due[0] is state.due:  # a stop that was already due is not sent any sooner
+        return state, [*back, *lost]
+    state, actions = _check_stop(state, now)
     return state, [*back, *lost, *actions]
 
 
@@ -438,8 +447,10 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
         state, actions = replace(state, controller_away=True), [Record(ControllerAway(error=event.error))]
     if not state.confirming:
         return state, actions
+    if event.reachable and state.nodes_asked:
+        return state, actions
     if event.reachable:
-        return replace(state, nodes_asked=True), [*actions, *([] if state.nodes_asked else [Do.ASK_NODES])]
+        return replace(state, nodes_asked=True), [*actions, Do.ASK_NODES]
     if not state.cut_off:
         node = state.node_of(min(state.silent))
         actions.append(
@@ -624,9 +635,11 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
 
 def _on_connecting(state: State, rank: int, connected: bool) -> Step:
     """A rank has called ``clusterddp.init()``, or has connected to the other ranks."""
-    first = not state.connecting
+    is_first = not state.connecting
     state = replace(state, connecting=state.connecting.put(rank, connected))
-    return state, [StartTimer(Timer.CONNECT, _connect_check_s(state))] if first and state.job.world_size > 1 else []
+    if not is_first or state.job.world_size == 1:
+        return state, []
+    return state, [StartTimer(Timer.CONNECT, _connect_check_s(state))]
 
 
 def _connect_check_s(state: State) -> float:

@@ -146,9 +146,10 @@ class Recovery:
             return verdict
         missing = f"all ranks exited with code 0, but the completion marker (`done`) is missing: {found}"
         # A script that trains from the beginning each time would do so forever. With clusterddp, it continues.
-        before = any(end.unmarked for end in self._history.view.all(Continues))
-        ends = before and not self._progress.saved and not any(end.used_clusterddp for end in self._ends)
-        action = Action.COMPLETE if ends else Action.RESTART
+        unmarked_before = any(end.unmarked for end in self._history.view.all(Continues))
+        uses_clusterddp = any(end.used_clusterddp for end in self._ends)
+        would_repeat = unmarked_before and not self._progress.saved and not uses_clusterddp
+        action = Action.COMPLETE if would_repeat else Action.RESTART
         return Verdict(action, f"{missing}. If the training is complete, correct `done`", unmarked=True)
 
     def _doubt(self) -> str | None:
@@ -156,14 +157,14 @@ class Recovery:
 
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
-        own = self._attempt_view
-        if own.has(ChildDied) or (self._job.done is None and own.unread):
+        attempt = self._attempt_view
+        if attempt.has(ChildDied) or (self._job.done is None and attempt.unread):
             return doubt(self._history.view, self._number)
-        if any(event.phase == "restoring" for event in own.all(Phase)) and not own.has(Beginning):
+        if any(event.phase == "restoring" for event in attempt.all(Phase)) and not attempt.has(Beginning):
             return "unconfirmed: the script called ctx.run(), but it began no loop over run.steps() or run.epochs()"
         if any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
-        if self._job.done is not None and completion_marker.confirms(self._job, own):
+        if self._job.done is not None and completion_marker.confirms(self._job, attempt):
             return None
         sees = self._job.see_steps and not all(end.without_torch for end in self._ends)
         return doubt(self._history.view, self._number, sees)
@@ -192,7 +193,9 @@ class Recovery:
                 return Cause.GPU_HOURS
             if self._state.busy and not self._state.stops_sent and cause in (Cause.NONE, Cause.TIME_LIMIT):
                 return Cause.NODES_BUSY  # near the time limit, too, no rank was asked to stop for it
-            return _WISHES.get(self._state.wanted, cause) if self._state.wanted and cause is Cause.NONE else cause
+            if cause is Cause.NONE and self._state.wanted:
+                return _WISHES.get(self._state.wanted, cause)
+            return cause
 
         try:
             return _until_answered(ask)
@@ -210,7 +213,9 @@ class Recovery:
             self._tell_failure(verdict.first_failure, verdict)
         if verdict.action is Action.RESTART:
             return self._restart(verdict)
-        if verdict.action is Action.AGAIN or (verdict.cause is Cause.PREEMPTED_WITHOUT_GRACE and self._ends_for_good()):
+        if verdict.action is Action.AGAIN:
+            return self._again(verdict)
+        if verdict.cause is Cause.PREEMPTED_WITHOUT_GRACE and self._ends_for_good():
             return self._again(verdict)
         if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
             then = BY_SLURM if verdict.action is Action.LEAVE_TO_SLURM else None
@@ -229,10 +234,12 @@ class Recovery:
         """Records the first failure and prints it in a box, after an exception with why all ranks restart or not."""
         step = self._step_of(failure, verdict.others)
         if failure.end.of_launcher:
-            lines, refused = tuple(failure.traceback.splitlines()), failure.end is End.REFUSED
-            suspect, lacks = failure.host if self._controller.resubmits else "", failure.lacks_interface or None
             failed_launch = LaunchFailed(
-                error=failure.error, lines=lines, refused=refused, suspect=suspect or None, lacks_interface=lacks
+                error=failure.error,
+                lines=tuple(failure.traceback.splitlines()),
+                refused=failure.end is End.REFUSED,
+                suspect=failure.host or None if self._controller.resubmits else None,
+                lacks_interface=failure.lacks_interface or None,
             )
             self._history.add(failed_launch)
         elif self._state.hang is None:  # a hang is recorded already
@@ -250,14 +257,21 @@ class Recovery:
                 raised=failure.raised,
             )
             self._history.add(failed)
-        then = ""
-        if verdict.because and (verdict.action is Action.FAIL or self._exceeded(Restarted, verdict) is None):
-            then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}, because {verdict.because}"
         first = FirstFailure(failure, verdict.others, step)
-        more = (added_arguments(self._run, self._attempt_view), then)
+        more = (added_arguments(self._run, self._attempt_view), self._what_follows(verdict))
         above = self._controller.output_above and failure.rank == 0 and not failure.end.of_launcher
         text = failure_text(self._run, self._number, first, time.time(), self._history.secrets, more, above)
         show(failure_box(text))
+
+    def _what_follows(self, verdict: Verdict) -> str:
+        """Why all ranks restart after an exception of the script, or why not. Empty for other failures."""
+        if not verdict.because:
+            return ""
+        if verdict.action is Action.FAIL:
+            return f"not restarted, because {verdict.because}"
+        if self._exceeded(Restarted, verdict) is not None:
+            return ""
+        return f"{RESTARTING}, because {verdict.because}"
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps completed when a rank failed. A killed rank reports none, but the others then failed in

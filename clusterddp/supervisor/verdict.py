@@ -83,6 +83,11 @@ class RankEnd:
     end: End
     lost_at: float
     error: str = ""
+    exception: str = ""
+    """The type of the exception that the script raised."""
+    thrown: str = ""
+    """The C++ exception, ``TYPE: MESSAGE``, by which its process aborted."""
+
     traceback: str = ""
     step: int | None = None
     exit_code: int | None = None
@@ -139,6 +144,7 @@ class RankEnd:
             record.end,
             lost_at,
             error=record.error or ("" if record.exit_code is None else f"exit code {record.exit_code}"),
+            exception=record.exception or record.error.partition(":")[0],  # the record of an older rank has none
             traceback=record.traceback,
             step=record.step,
             exit_code=record.exit_code,
@@ -153,10 +159,12 @@ class RankEnd:
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
         """The same with these values masked, which must not appear in the history or in logs."""
-        error, traceback = masked(self.error, secrets), masked(self.traceback, secrets)
-        if (error, traceback) == (self.error, self.traceback):
-            return self
-        return dataclasses.replace(self, error=error, traceback=traceback)
+        return dataclasses.replace(
+            self,
+            error=masked(self.error, secrets),
+            thrown=masked(self.thrown, secrets),
+            traceback=masked(self.traceback, secrets),
+        )
 
     @property
     def failed(self) -> bool:
@@ -166,7 +174,9 @@ class RankEnd:
     @property
     def known(self) -> ErrorText | None:
         """What is known about its error, from its text."""
-        return exit_status.find(self.error, self.traceback) if self.end in (End.EXCEPTION, End.DIED) else None
+        if self.end not in (End.EXCEPTION, End.DIED):
+            return None
+        return exit_status.find(self.thrown or self.error, self.traceback)
 
     @property
     def may_pass(self) -> bool:
@@ -232,7 +242,7 @@ class RankEnd:
             return f"exit code {self.exit_code}{step}"
         if self.end is not End.EXCEPTION:
             return None
-        return f"{self.error.partition(':')[0]} at {users_line(self.traceback) or 'an unknown line'}{step}"
+        return f"{self.exception} at {users_line(self.traceback) or 'an unknown line'}{step}"
 
     @property
     def ended_by_us(self) -> bool:
@@ -274,23 +284,29 @@ def rank_ends(run: RunDirectory, attempt: int, state: State, statuses: Mapping[i
     The rank at fault for a hang counts as ``hung``, however it ended, unless it was done or stopped.
     """
     hang = state.hang
-    if hang is None and state.exit_code and not (state.hosts or state.ends or state.silent or statuses):
-        recorded = any(run.rank_record(attempt, rank).exists() for rank in range(state.job.world_size))
-        if not recorded and (messages := end_of_file(run.launcher_log(attempt)).strip()):
+    ranks = range(state.job.world_size)
+    no_rank_seen = not (state.hosts or state.ends or state.silent or statuses)
+    if hang is None and state.exit_code and no_rank_seen:
+        no_record = not any(run.rank_record(attempt, rank).exists() for rank in ranks)
+        messages = end_of_file(run.launcher_log(attempt)).strip()
+        if no_record and messages:
             return [RankEnd.of_launch(launch_failure(messages))]
     if hang is None and not state.silent:  # else all were killed
         statuses = exit_status.in_order(statuses)
-    ends = [_end_of(run, attempt, state, rank, statuses.get(rank)) for rank in range(state.job.world_size)]
+    ends = [_end_of(run, attempt, state, rank, statuses.get(rank)) for rank in ranks]
     if hang is not None and ends[hang.late[0]].failed:  # it comes first
         end = End.HUNG_FOR_GOOD if state.job.watchdog and state.job.watchdog.on_hang == "end" else End.HUNG
         ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
-    for rank, one in enumerate(ends):
-        if one.failed and not one.end.hung:
-            fault = state.gpu_fault_of(rank, min(one.lost_at, time.time()))
-            ends[rank] = one = dataclasses.replace(one, fault=fault)
-        if words := after_suspension(one.error, state.stood_s, state.job.timeouts.step_s):
-            ends[rank] = dataclasses.replace(one, error=f"{one.error}\n{words}")
-    return ends
+    return [_with_circumstances(end, state) for end in ends]
+
+
+def _with_circumstances(end: RankEnd, state: State) -> RankEnd:
+    """The end of a rank with the fault of its GPU, and with a remark if its error may come from a suspension."""
+    if end.failed and not end.end.hung:
+        fault = state.gpu_fault_of(end.rank, min(end.lost_at, time.time()))
+        end = dataclasses.replace(end, fault=fault)
+    remark = after_suspension(end.error, state.stood_s, state.job.timeouts.step_s)
+    return dataclasses.replace(end, error=f"{end.error}\n{remark}") if remark else end
 
 
 def _end_of(run: RunDirectory, attempt: int, state: State, rank: int, status: ExitStatus | None) -> RankEnd:
@@ -316,7 +332,7 @@ def _end_of(run: RunDirectory, attempt: int, state: State, rank: int, status: Ex
     if status is not None and status.signal == signal.SIGABRT and end.end is End.DIED:
         log = run.attempt_logs(attempt) / f"rank-{rank}.err"
         if thrown := uncaught(end_of_file(log)):
-            return dataclasses.replace(end, error=f"aborted: {thrown}")
+            return dataclasses.replace(end, error=f"aborted: {thrown}", thrown=thrown)
     if rank in state.unreachable and end.end is End.DIED:
         words = "lost its connection to the supervisor for 15 s, although its node responds. Check the network"
         return RankEnd(rank, host, End.UNREACHABLE, lost_at, error=words)
@@ -405,9 +421,12 @@ def judge(
         cause = Cause.NONE
     if all_done and not _stopped(cause, left_loop, stop_sent):
         cause = Cause.NONE
-    if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
-        told_of = raised or next((end for end in failures if end.end.of_launcher and cause is Cause.UNKNOWN), None)
-        return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, told_of, others if raised else ())
+    script_failed = raised is not None and not restarts and cause is Cause.UNKNOWN
+    if cause is not Cause.NONE and not script_failed:
+        reported = raised
+        if reported is None and cause is Cause.UNKNOWN:
+            reported = next((end for end in failures if end.end.of_launcher), None)
+        return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, reported, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, finished)
     if first is not None and (early := _early_leaver(ends, failures)) is not None:
@@ -481,11 +500,11 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     # A peer that was lost must have failed before.
     within_s = CLOSING_S if failures and failures[0].lost_peer else JITTER_S
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + within_s]
-    own = [end for end in near if end.by_itself]
+    near_by_themselves = [end for end in near if end.by_itself]
     # One that ended before it joined was never connected, but the launcher saw that it was the first.
     unseen = [end for end in failures if end.by_itself and math.isinf(end.lost_at)]
     faulty = [end for end in failures if end.fault]
-    first = (faulty or own or unseen or near)[:1]
+    first = (faulty or near_by_themselves or unseen or near)[:1]
     return first + [end for end in failures if end not in first]
 
 

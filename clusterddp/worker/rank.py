@@ -518,6 +518,7 @@ def _raised(error: BaseException) -> Left:
     return left(
         End.EXCEPTION,
         error=_short(message, LONGEST_ERROR),
+        exception=type(error).__name__,
         traceback=_short(text, LONGEST_TRACEBACK),
         lacks_gpus=isinstance(error, DeviceError) and error.lacks_gpus,
         lacks_interface=isinstance(error, InterfaceMissing),

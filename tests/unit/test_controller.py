@@ -74,7 +74,7 @@ def test_the_controllers_answers_are_posted_as_they_change(run: RunDirectory) ->
 def test_a_controller_that_does_not_answer_is_queried_again(run: RunDirectory) -> None:
     """An error is an answer, too: the controller is reachable. What a submission without Slurm needs is left out."""
     away = SlurmUnavailable("Unable to contact slurm controller")
-    missing = SlurmMissing("scontrol not found. Submit from a Slurm login node")
+    missing = SlurmMissing("scontrol not found", "Submit from a Slurm login node")
     assert posted(run, 4, away, SlurmError("Invalid job id"), missing, Notice(None)) == [
         ControllerFailed(str(away)),
         ControllerFailed("Invalid job id", reachable=True),

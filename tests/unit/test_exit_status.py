@@ -20,7 +20,7 @@ CUDA kernel errors might be asynchronously reported at some other API call, so t
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """
-WATCHDOG = "aborted: c10::DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+WATCHDOG = "c10::DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
 REMOTE = """NCCL error: remote process exited or there was a network error, NCCL version 2.20.5
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
@@ -237,7 +237,9 @@ def abort(rank: int, lost_at: float, text: str) -> RankEnd:
     thrown = uncaught(LOG.format(text))
     assert thrown is not None
     death = ExitStatus(signal=6, first=rank == 0)
-    return RankEnd(rank, f"n{rank}", End.DIED, lost_at, f"aborted: {thrown}", used_clusterddp=True, death=death)
+    return RankEnd(
+        rank, f"n{rank}", End.DIED, lost_at, f"aborted: {thrown}", thrown=thrown, used_clusterddp=True, death=death
+    )
 
 
 def test_an_abort_is_named_by_its_exception_without_torchs_advice() -> None:

@@ -205,7 +205,8 @@ def test_before_any_progress_only_failures_from_outside_the_script_restart(failu
     assert judge([failure], 1, True, lambda: Cause.CANCELLED).action is not Action.RESTART
 
 
-EIO = end("exception", 1, error="OSError: [Errno 5] Input/output error", step=1200, traceback='''Traceback:
+EIO = end("exception", 1, error="OSError: [Errno 5] Input/output error", exception="OSError", step=1200,
+    traceback='''Traceback:
   File "/home/me/train.py", line 12, in main
     batch = read(path)
   File "/home/me/lib/python3.11/site-packages/torch/x.py", line 3, in read
