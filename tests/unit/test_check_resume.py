@@ -30,8 +30,8 @@ from clusterddp.runs.resume_check import (
     first_difference,
     stopped_by_others,
 )
-from clusterddp.training import checked_run
-from clusterddp.training.checked_run import _summed, of_batch, of_part, of_value
+from clusterddp.training import script_objects
+from clusterddp.training.script_objects import _summed, of_batch, of_part, of_value
 from tests.histories import happened
 from tests.wording import raises
 
@@ -220,7 +220,7 @@ def test_a_sum_in_place_of_a_hash_tells_tensors_apart_by_each_element(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for tensors of a GPU, in pieces of 8 elements."""
-    monkeypatch.setattr(checked_run, "_SUMMED", 8)
+    monkeypatch.setattr(script_objects, "_SUMMED", 8)
     values = torch.arange(size) + 2**62
     sums = {_summed(values)} | {_summed(torch.where(torch.arange(size) == n, 0, values)) for n in range(size)}
     swapped = torch.cat((values[-1:], values[1:-1], values[:1]))

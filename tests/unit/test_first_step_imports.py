@@ -32,6 +32,7 @@ LATER = {
     "clusterddp.runs",
     "clusterddp.training.preflight",
     "clusterddp.training.checked_run",
+    "clusterddp.training.script_objects",
     "rich",
     "submitit",
 }
