@@ -12,7 +12,7 @@ from typing import ClassVar
 #: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again).
 #: Those above 128 are what a shell reports for SIGINT and SIGPIPE.
 FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 75, 130, 141
-#: Only of `submit --check-resume`: the resumed run differs, and the run differs even without a resume.
+#: Only of `submit --check-resume` and `rehearse`: a resume makes a difference, and the run differs even without one.
 RESUME_DIFFERS, NOT_REPEATABLE = 3, 4
 #: Of commands that wait for a run: it completed, but its script may have exited without training.
 UNCONFIRMED = 14
@@ -24,8 +24,8 @@ MEANINGS: Mapping[int | str, str] = {
     0: "The command did what was asked. With `--wait`, `-f`, `--local` and `--here`, the run is completed.",
     FAILED: "An error, which the message explains, or a run that ended without being completed.",
     WRONG_USAGE: "The command line or the job definition is wrong. Nothing was submitted or written.",
-    RESUME_DIFFERS: "`submit --check-resume`: a resume makes a difference.",
-    NOT_REPEATABLE: "`submit --check-resume`: the run differs even without a resume.",
+    RESUME_DIFFERS: "`submit --check-resume`: a resume makes a difference. `rehearse`: something was found.",
+    NOT_REPEATABLE: "`submit --check-resume` and `rehearse`: the run differs even without a resume.",
     INTERNAL_ERROR: "An internal error. The message names the file with the traceback.",
     STOPPED: "EX_TEMPFAIL: start it again. A script without a supervisor, or `submit --check-resume`, was stopped "
     "before its end. `submit` of a sweep: Slurm refused some members, and the same command submits the rest.",
@@ -41,6 +41,8 @@ ANSWERS: Mapping[str, str] = {
     "submit": "0: submitted. With `--wait`, `-f`, `--local` and `--here`: 0 if the run completed, "
     f"{UNCONFIRMED} if it completed but this is not confirmed, 1 if it completed without a preemption of "
     "`--preempt-after` or `--preempt-at`, else the training's exit code, or 1.",
+    "rehearse": f"0: nothing was found. {RESUME_DIFFERS}: something was. {NOT_REPEATABLE}: two undisturbed runs "
+    "differ. 1: the script does not run undisturbed.",
     "wait": "0: all runs completed. Otherwise the code of the worst outcome, in this order: "
     + ", ".join(f"{code} {word}" for word, code in WAITED.items())
     + f". {TIMED_OUT}: the timeout expired before all of them ended, or with `--any` before one of them did.",

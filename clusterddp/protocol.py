@@ -117,6 +117,8 @@ STOP_SIGNAL = Variable(
     "CLUSTERDDP_STOP_SIGNAL",
     "supervisor to ranks: the signal that a script which does not use clusterddp gets at a stop, such as USR1",
 )
+REHEARSAL = Variable("CLUSTERDDP_REHEARSAL", "rehearse to ranks: the file that says what they observe")
+REHEARSAL_WRITABLE = Variable("CLUSTERDDP_REHEARSAL_WRITABLE", "rehearse to ranks: the folders that they may write to")
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
 #: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.

@@ -76,6 +76,7 @@ EXAMPLES = {
         "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"
     ),
     "report": "clusterddp report runs/train-0 -o report.html",
+    "rehearse": "clusterddp rehearse train.py\nclusterddp rehearse train.py --only step,save,kill -- --epochs 2",
     "drill": "clusterddp drill -p gpu --run runs/train-0",
     "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu\nclusterddp doctor --failed-nodes",
     "export": "clusterddp export runs/train-0 model.safetensors",

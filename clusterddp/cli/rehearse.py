@@ -1,0 +1,174 @@
+"""``clusterddp rehearse``: starts a script several times, disturbs it, and says whether it survives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS, UsageError
+from clusterddp.jobdef.checkout import checkout_of
+from clusterddp.jobdef.job import Job
+from clusterddp.rehearsal.certificate import VERDICTS, Subject, as_json, page, place, rows
+from clusterddp.rehearsal.conductor import Conductor
+from clusterddp.rehearsal.confinement import is_available
+from clusterddp.rehearsal.disturbances import Disturbance
+from clusterddp.rehearsal.facts import Place
+from clusterddp.rehearsal.rehearsal import Rehearsal, rehearse
+from clusterddp.rehearsal.trial import Stimulus
+from clusterddp.rehearsal.workspace import workspace_of
+from clusterddp.reporter import counted, put, show
+from clusterddp.rundir.files import write_atomically
+from clusterddp.runs.local import without_clusterddp
+from clusterddp.runs.submission import describe
+
+#: A socket's path has at most 107 bytes (unix(7)).
+_LONGEST_FOLDER = 95
+_SIGNALS = {name: signal.Signals[f"SIG{name}"] for name in ("TERM", "USR1", "USR2", "INT")}
+_NAMES = [one.value for one in Disturbance if one is not Disturbance.AT]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``rehearse``. What follows ``--`` goes to the script."""
+    parser.add_argument("target", metavar="SCRIPT.py | JOB.yaml", help="what to rehearse")
+    parser.add_argument("--gpus", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument("--only", metavar="NAME,NAME", help=f"try only these disturbances: {', '.join(_NAMES)}")
+    parser.add_argument(
+        "--at", metavar="STEP|SECONDSs|REGEX",
+        help="try only a notice at a moment of your own: after a step (120), after seconds (2.5s), or once a rank "
+        "prints a line that matches",
+    )  # fmt: skip
+    parser.add_argument(
+        "--notice", type=float, default=20.0, metavar="SECONDS", help="time from the signal to SIGKILL (default: 20)"
+    )
+    parser.add_argument(
+        "--signal", default="TERM", choices=list(_SIGNALS), metavar="NAME",
+        help="the signal of a notice: TERM, or USR1 or USR2 as with sbatch --signal (default: TERM)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=60, metavar="N", help="the most steps of a start (default: 60)")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="the longest start (default: 300)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default=".",
+        metavar="DIR",
+        help="where to write rehearsal.json and rehearsal.html (default: .)",
+    )
+
+
+def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Rehearses the script, prints the table and writes the certificate. Returns 0 if nothing was found."""
+    wanted, at = _wanted(arguments)
+    _check(arguments)
+    output = Path(arguments.output)
+    if not output.is_dir():
+        raise UsageError(f"--output {output}: there is no such folder")
+    values = {} if script_arguments is None else {"args": list(script_arguments)}
+    job = describe(arguments.target, {**values, "gpus_per_node": arguments.gpus, "nodes": 1, "device": "cpu"}, {})
+    if not without_clusterddp(job):
+        raise UsageError(
+            f"{arguments.target} uses clusterddp, and a rehearsal runs a script as srun would, without clusterddp. Use "
+            "`clusterddp submit --local --check-resume N` for it, and --preempt-at to preempt it at any place"
+        )
+    program = Path(job.script) if job.script else Path.cwd() / "module"
+    workspace = workspace_of(program, checkout_of(job, []))
+    folder = Path(tempfile.mkdtemp(prefix="rehearse-"))
+    if len(str(folder)) > _LONGEST_FOLDER:
+        folder.rmdir()
+        raise UsageError(f"TMPDIR is {folder.parent}, which is too long for the path of a socket. Set a shorter one")
+    try:
+        command = _command(job, workspace.root)
+        conductor = Conductor(
+            folder,
+            workspace,
+            command,
+            steps=arguments.steps,
+            limit_s=arguments.limit,
+            notice=_SIGNALS[arguments.signal],
+        )
+        show(f"Rehearsing {arguments.target} on {counted(arguments.gpus, 'rank')}, in a copy of {workspace.root}")
+        if not is_available():
+            show("This kernel cannot refuse writes outside the copy (Landlock, Linux 6.2 or newer)")
+        found = rehearse(conductor, wanted, ranks=arguments.gpus, notice_s=arguments.notice, at=at, tell=show)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    subject = Subject(
+        arguments.target, job.args, workspace.root, workspace.commit, arguments.gpus, arguments.notice, is_available()
+    )
+    _print(subject, found)
+    write_atomically(output / "rehearsal.json", json.dumps(as_json(subject, found), indent=1).encode() + b"\n")
+    write_atomically(output / "rehearsal.html", page(subject, found).encode())
+    show(f"Certificate: {output / 'rehearsal.json'}, {output / 'rehearsal.html'}")
+    if found.unlike is not None:
+        return NOT_REPEATABLE
+    return RESUME_DIFFERS if found.findings else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.gpus < 1:
+        raise UsageError(f"--gpus {arguments.gpus}: expected a number of at least 1")
+    if not 0 < arguments.notice <= 3600:
+        raise UsageError(f"--notice {arguments.notice:g}: expected seconds, more than 0 and at most 3600")
+    if arguments.steps < 4:
+        raise UsageError(f"--steps {arguments.steps}: expected at least 4, so that there is a step to disturb")
+    if not arguments.limit > 0:
+        raise UsageError(f"--limit {arguments.limit:g}: expected seconds, more than 0")
+
+
+def _wanted(arguments: argparse.Namespace) -> tuple[list[Disturbance], Stimulus | None]:
+    """The disturbances that the options name, and the moment of ``--at``."""
+    if arguments.at is not None:
+        if arguments.only is not None:
+            raise UsageError("--at cannot be combined with --only, because it is the only disturbance then")
+        return [Disturbance.AT], replace(_moment(arguments.at), notice_s=arguments.notice)
+    if arguments.only is None:
+        return [one for one in Disturbance if one is not Disturbance.AT], None
+    names = [name.strip() for name in arguments.only.split(",")]
+    if unknown := [name for name in names if name not in _NAMES]:
+        raise UsageError(f"--only {', '.join(unknown)}: no such disturbance. Available: {', '.join(_NAMES)}")
+    return [Disturbance(name) for name in dict.fromkeys(names)], None
+
+
+def _moment(text: str) -> Stimulus:
+    if text.isdigit():
+        return Stimulus(Place.STEP, int(text))
+    if re.fullmatch(r"\d+(\.\d+)?s", text):
+        return Stimulus(seconds=float(text[:-1]))
+    try:
+        return Stimulus(line=re.compile(text))
+    except re.error as error:
+        raise UsageError(
+            f"--at {text!r}: expected a step such as 120, seconds such as 2.5s, or a regular expression: {error}"
+        ) from None
+
+
+def _command(job: Job, root: Path) -> list[str]:
+    """The script and its arguments, as in the copy, where ``{root}`` is the folder of the copy."""
+    if job.script is None:
+        return ["-m", str(job.module), *job.args]
+    script = Path(job.script).resolve()
+    return [str(script.relative_to(root)), *job.args]
+
+
+def _print(subject: Subject, found: Rehearsal) -> None:
+    if found.unlike is not None:
+        put(
+            f"{subject.script} is not repeatable: two undisturbed runs differ in step {found.unlike}. Seed all random "
+            "generators, so that a restart can be compared"
+        )
+        return
+    lines = rows(found)
+    width = max((len(what) for what, _, _ in lines), default=0)
+    for what, outcome, how in lines:
+        put(f"{what:<{width}}  {outcome:<12}  {how}".rstrip())
+    for finding, _ in found.findings:
+        put(f"{finding.rank.words}: {finding.detail}{place(finding.file, finding.line)}")
+    put(f"{subject.script} {VERDICTS[found.verdict]} ({counted(found.starts, 'start')}, {found.seconds:.0f} s)")

@@ -1,0 +1,233 @@
+"""Compares a disturbed run with the undisturbed one: where each start continued, from which file, and what differs."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.rehearsal.facts import Loaded, Renamed, SaveBegan, Saved, States, StepMade
+from clusterddp.rehearsal.trial import Start, Trial
+
+
+class Result(enum.Enum):
+    """How a run ended, compared with the undisturbed one."""
+
+    SAME = "same"
+    DIFFERS = "differs"
+    UNFINISHED = "unfinished"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file holds. ``number``: the steps that its save was made after. ``whole``: the save has ended.
+    ``replaced``: it was written over a whole file of the same name."""
+
+    file: str
+    number: int
+    whole: bool
+    replaced: bool = False
+
+
+def _shape(file: str) -> str:
+    """A file's name with each number as ``#``."""
+    return re.sub(r"\d+", "#", Path(file).name)
+
+
+class Ledger:
+    """Which file holds the save of which step, after all that happened so far.
+
+    ``undisturbed``: names that it renamed, and that are gone at its end, are no checkpoints before they are renamed.
+    """
+
+    def __init__(self, undisturbed: Start) -> None:
+        renamed = [one.source for rank in undisturbed.facts for one in undisturbed.renames(rank)]
+        self._temporary = {_shape(file) for file in renamed if file not in undisturbed.files}
+        self._holds: dict[str, Checkpoint] = {}
+
+    def add(self, start: Start) -> None:
+        """Takes over the saves and renames of rank 0, or of the lowest rank that saves."""
+        for rank in sorted(start.facts):
+            saves = start.of(SaveBegan, rank)
+            if saves or rank == max(start.facts):
+                self._add(start, rank)
+                return
+
+    def _add(self, start: Start, rank: int) -> None:
+        for fact in start.facts[rank]:
+            if isinstance(fact, SaveBegan):
+                before = self._holds.get(fact.file)
+                number = fact.number if fact.number is not None else fact.local
+                self._holds[fact.file] = Checkpoint(fact.file, number, False, before is not None and before.whole)
+            elif isinstance(fact, Saved) and not fact.error and (held := self._holds.get(fact.file)):
+                self._holds[fact.file] = Checkpoint(held.file, held.number, True)
+            elif isinstance(fact, Renamed) and (held := self._holds.get(fact.source)):
+                self._holds[fact.target] = Checkpoint(fact.target, held.number, held.whole)
+        for file in [file for file in self._holds if file not in start.files]:
+            del self._holds[file]
+
+    def held(self, file: str) -> Checkpoint | None:
+        """What a file holds, if this run has written it."""
+        return self._holds.get(file)
+
+    def newest(self) -> Checkpoint | None:
+        """The whole one after the most steps. Copies of the best one do not count."""
+        named = [one for one in self._holds.values() if _shape(one.file) not in self._temporary]
+        whole = [one for one in named if one.whole and "best" not in Path(one.file).name]
+        return max(whole, key=lambda one: one.number, default=None)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How a start that follows another one continued.
+
+    ``done``: the steps done before. ``at``: those that precede its first step, None if it made none, or its weights
+    are unknown. ``loaded``: what it loaded last, before its first step. ``held``: what that file held. ``newest``: the
+    newest whole checkpoint when it began.
+    """
+
+    index: int
+    done: int
+    at: int | None
+    stepped: bool
+    loaded: Loaded | None
+    held: Checkpoint | None
+    newest: Checkpoint | None
+
+    @property
+    def repeated(self) -> int | None:
+        """The steps that it makes again."""
+        return None if self.at is None else max(0, self.done - self.at)
+
+
+def resumes(undisturbed: Start, trial: Trial) -> list[Resume]:
+    """How each start but the first one continued."""
+    ledger, found, done = Ledger(undisturbed), [], 0
+    for index, start in enumerate(trial.starts):
+        steps = start.steps()
+        if index:
+            loaded = _loaded(start, ledger)
+            at = steps[0].number if steps else None
+            held = ledger.held(loaded.file) if loaded else None
+            found.append(Resume(index, done, at, bool(steps), loaded, held, ledger.newest()))
+        ledger.add(start)
+        numbers = [made.number for made in steps if made.number is not None]
+        done = max(numbers) + 1 if numbers else done
+    return found
+
+
+def _loaded(start: Start, ledger: Ledger) -> Loaded | None:
+    """What a start continues from: the last file that this run has written and that it loaded, or failed to load."""
+    loads = [load for rank in sorted(start.facts) for load in start.loads(rank) if ledger.held(load.file)]
+    whole = [load for load in loads if not load.error]
+    best = [load for load in whole if "best" not in Path(load.file).name]
+    return next(iter([*reversed(best), *reversed(whole), *reversed(loads)]), None)
+
+
+def result_of(undisturbed: Trial, trial: Trial) -> Result:
+    """How a run ended."""
+    expected, steps = undisturbed.last.steps(), trial.last.steps()
+    if not (trial.last.is_done or trial.last.is_cut):
+        return Result.UNFINISHED
+    if not steps:  # a restart of a finished training
+        return Result.SAME if _after(trial) == expected[-1].after else Result.UNFINISHED
+    if steps[-1].after == expected[-1].after:
+        return Result.SAME
+    if steps[-1].number is not None and steps[-1].number + 1 < len(expected):
+        return Result.UNFINISHED
+    return Result.DIFFERS
+
+
+def _after(trial: Trial) -> str:
+    steps = [made for start in trial.starts for made in start.steps()]
+    return steps[-1].after if steps else ""
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """The first step that differs from the undisturbed run's step of the same number, and in what."""
+
+    number: int
+    rank: int
+    rates: bool
+    samples: bool
+    loss: bool
+
+
+def first_step_difference(undisturbed: Start, start: Start) -> StepDifference | None:
+    """The first step with other learning rates, samples or losses on any rank, or None."""
+    found = [one for rank in start.facts if (one := _of_rank(undisturbed.steps(rank), start.steps(rank), rank))]
+    return min(found, key=lambda one: (one.number, not (one.samples or one.rates)), default=None)
+
+
+def _of_rank(expected: Sequence[StepMade], steps: Sequence[StepMade], rank: int) -> StepDifference | None:
+    for made in steps:
+        if made.number is None or made.number >= len(expected):
+            return None
+        same = expected[made.number]
+        rates, samples, loss = same.rates != made.rates, same.samples != made.samples, same.loss != made.loss
+        if rates or samples or loss:
+            return StepDifference(made.number, rank, rates, samples, loss)
+    return None
+
+
+def is_repeatable(one: Trial, other: Trial) -> bool:
+    """Whether two undisturbed runs are the same in every step of every rank."""
+    return first_unlike(one, other) is None
+
+
+def first_unlike(one: Trial, other: Trial) -> int | None:
+    """The first step in which two undisturbed runs differ, or None."""
+    for rank in one.last.facts:
+        was, now = one.last.steps(rank), other.last.steps(rank)
+        for before, after in zip(was, now, strict=False):
+            key = before.weights, before.after, before.loss, before.samples
+            if key != (after.weights, after.after, after.loss, after.samples):
+                return before.local
+        if len(was) != len(now):
+            return min(len(was), len(now))
+    return None
+
+
+def states_at(start: Start, number: int) -> States | None:
+    """The script's objects before the step with this number."""
+    local = next((made.local for made in start.steps() if made.number == number), None)
+    return next((one for one in start.states() if one.local == local), None)
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """An object or a value of the script that differs. ``kind``: of the object, or ``value``."""
+
+    name: str
+    kind: str
+    key: str = ""
+    was: str = ""
+    now: str = ""
+
+
+def unlike(was: States, now: States, *, steady: States | None) -> Iterator[Unlike]:
+    """The script's objects and values that differ. ``steady``: of a second undisturbed run: what differs there does
+    not count."""
+    for name, kind in now.kinds.items():
+        keys = [key for key in {**was.objects, **now.objects} if key.startswith(f"{name}.")]
+        for key in keys:
+            if was.objects.get(key) != now.objects.get(key) and (not steady or _is_same(was, steady, key)):
+                yield Unlike(name, kind, key, was.objects.get(key, "missing"), now.objects.get(key, "missing"))
+                if kind != "optimizer":
+                    break
+    for name, value in was.variables.items():
+        other = now.variables.get(name, value)
+        if other != value and (not steady or steady.variables.get(name) == value):
+            yield Unlike(name, "value", name, value, other)
+
+
+def _is_same(one: States, other: States, key: str) -> bool:
+    return one.objects.get(key) == other.objects.get(key)
+
+
+def epoch_starts(steps: Iterable[StepMade]) -> list[int]:
+    """The numbers of the steps that begin an epoch."""
+    return [made.number for made in steps if made.epoch_begins and made.number is not None]

@@ -1,0 +1,174 @@
+"""The disturbances of a rehearsal, and where each takes place in a script, given its undisturbed run."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clusterddp.rehearsal.comparison import epoch_starts
+from clusterddp.rehearsal.facts import Evaluated, Place, SaveBegan
+from clusterddp.rehearsal.trial import Start, Stimulus
+
+
+class Disturbance(enum.Enum):
+    """What a rehearsal does to a run. The value is its name on the command line and in rehearsal.json."""
+
+    START = "start"
+    FIRST_STEPS = "first-steps"
+    STEP = "step"
+    EVALUATION = "evaluation"
+    SAVE = "save"
+    AFTER_SAVE = "after-save"
+    EPOCH_END = "epoch-end"
+    LAST_STEP = "last-step"
+    TWO_NOTICES = "two-notices"
+    SHORT_NOTICE = "short-notice"
+    KILL = "kill"
+    FULL_DISK = "full-disk"
+    WORKERS = "workers"
+    RANKS = "ranks"
+    AT = "at"
+
+    @property
+    def words(self) -> str:
+        """For a table."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Disturbance.START: "a notice while the script starts",
+    Disturbance.FIRST_STEPS: "a notice before the first checkpoint",
+    Disturbance.STEP: "a notice in a step",
+    Disturbance.EVALUATION: "a notice in an evaluation",
+    Disturbance.SAVE: "a notice in a save",
+    Disturbance.AFTER_SAVE: "a notice right after a save",
+    Disturbance.EPOCH_END: "a notice at the end of an epoch",
+    Disturbance.LAST_STEP: "a notice after the last step",
+    Disturbance.TWO_NOTICES: "two notices in a row",
+    Disturbance.SHORT_NOTICE: "a notice shorter than a save",
+    Disturbance.KILL: "a rank is killed in a save",
+    Disturbance.FULL_DISK: "the disk is full at a save",
+    Disturbance.WORKERS: "a notice in a step, with the other choice of loader workers",
+    Disturbance.RANKS: "a notice in a step, then another number of ranks",
+    Disturbance.AT: "a notice at the moment of --at",
+}
+#: These are tried in one run first. If its result is right, each of them has passed.
+TOGETHER = (
+    Disturbance.STEP,
+    Disturbance.EVALUATION,
+    Disturbance.SAVE,
+    Disturbance.AFTER_SAVE,
+    Disturbance.EPOCH_END,
+    Disturbance.TWO_NOTICES,
+)
+_PLACES = {
+    Disturbance.EVALUATION: Place.EVALUATION,
+    Disturbance.SAVE: Place.SAVE,
+    Disturbance.AFTER_SAVE: Place.AFTER_SAVE,
+    Disturbance.EPOCH_END: Place.EPOCH_END,
+    Disturbance.START: Place.START,
+    Disturbance.FIRST_STEPS: Place.FIRST_STEPS,
+    Disturbance.LAST_STEP: Place.LAST_STEP,
+}
+#: The least notice, and the share of a save, of a notice that is too short.
+_LEAST_NOTICE_S, _SHARE = 0.02, 0.5
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the undisturbed run shows: after how many steps it saves, evaluates and ends an epoch, how long a save
+    takes, and whether the rehearsal has cut it off."""
+
+    steps: int
+    saves: Sequence[int]
+    evaluations: Sequence[int]
+    epochs: Sequence[int]
+    save_s: float
+    loads: bool
+    cut: bool
+
+    @classmethod
+    def of(cls, start: Start) -> Script:
+        """Of an undisturbed run."""
+        steps = start.steps()
+        saves = sorted({one.local for rank in start.facts for one in start.of(SaveBegan, rank)})
+        lengths = [saving.ended.seconds for saving in start.saves() if saving.ended]
+        loads = any(made.samples for made in steps)
+        return cls(
+            len(steps),
+            saves,
+            sorted({one.local for one in start.of(Evaluated)}),
+            [number for number in epoch_starts(steps) if number],
+            max(lengths, default=0.0),
+            loads,
+            start.is_cut,
+        )
+
+    def why_not(self, disturbance: Disturbance) -> str | None:
+        """Why a disturbance cannot be tried, or None."""
+        within = f"within {self.steps} steps"
+        if disturbance in (Disturbance.SAVE, Disturbance.AFTER_SAVE, Disturbance.SHORT_NOTICE, Disturbance.FULL_DISK):
+            return None if self._last_save() else f"the script saves no checkpoint before its last step {within}"
+        if disturbance is Disturbance.EVALUATION:
+            return None if self.evaluations else f"no evaluation was seen {within}"
+        if disturbance is Disturbance.EPOCH_END:
+            return None if self.epochs else f"no epoch ends {within}"
+        if disturbance is Disturbance.LAST_STEP:
+            return "the rehearsal ends the script before its last step" if self.cut else None
+        if disturbance is Disturbance.WORKERS:
+            return None if self.loads else "no DataLoader with a map-style dataset was seen"
+        return None
+
+    def _last_save(self) -> list[int]:
+        return [number for number in self.saves if 0 < number < self.steps]
+
+    def stimulus(self, disturbance: Disturbance, notice_s: float) -> Stimulus:
+        """Where and how this disturbance takes place, alone."""
+        place = _PLACES.get(disturbance, Place.STEP)
+        if disturbance is Disturbance.FULL_DISK:
+            return Stimulus(Place.SAVE, self._second(self._last_save()), 0, notice_s, full_disk=True)
+        if disturbance is Disturbance.SHORT_NOTICE:
+            short = max(_LEAST_NOTICE_S, _SHARE * self.save_s)
+            return Stimulus(Place.STEP, self._step(), 1, short, too_short=True)
+        if disturbance is Disturbance.KILL:
+            saves = self._last_save()
+            place, after = (Place.SAVE, self._second(saves)) if saves else (Place.STEP, self._step())
+            return Stimulus(place, after, 0, notice_s, kill=True)
+        return Stimulus(place, self._after(place), 2 if disturbance is Disturbance.TWO_NOTICES else 1, notice_s)
+
+    def _after(self, place: Place) -> int:
+        if place in (Place.START, Place.FIRST_STEPS):
+            return 0
+        if place in (Place.SAVE, Place.AFTER_SAVE):
+            return self._second(self._last_save())
+        if place is Place.EVALUATION:
+            after_save = [number for number in self.evaluations if number > min(self.saves, default=0)]
+            inside = [number for number in after_save or self.evaluations if number < self.steps]
+            return (inside or list(self.evaluations))[0]
+        if place is Place.EPOCH_END:
+            return self._second(self.epochs)
+        return self._step() if place is Place.STEP else 0
+
+    @staticmethod
+    def _second(numbers: Sequence[int]) -> int:
+        """The second one, as the first one is then there to fall back on."""
+        return numbers[min(1, len(numbers) - 1)] if numbers else 0
+
+    def _step(self) -> int:
+        """A step about the middle, after a checkpoint, and not beside one, so that a lost step shows."""
+        first = min(self._last_save(), default=0)
+        middle = max(self.steps // 2, first + 1)
+        saves = set(self.saves)
+        free = [n for n in range(middle, self.steps - 2) if not saves & {n - 1, n, n + 1}]
+        free = free or [n for n in range(middle, self.steps) if n not in saves]
+        return min(free, default=min(middle, max(1, self.steps - 1)))
+
+    def together(self, disturbances: Sequence[Disturbance], notice_s: float) -> list[Stimulus]:
+        """The stimuli of one run with all of these, one a start. Their places are spread over its steps."""
+        found = []
+        for index, disturbance in enumerate(disturbances):
+            place = _PLACES.get(disturbance, Place.STEP)
+            after = max(1, (index + 1) * self.steps // (len(disturbances) + 3))
+            found.append(Stimulus(place, after, 2 if disturbance is Disturbance.TWO_NOTICES else 1, notice_s))
+        return found

@@ -1,0 +1,207 @@
+"""What the ranks of a rehearsal report, a class each, and the orders that they get. A rank writes its facts to a file.
+
+The file survives the rank: what was written before a kill can be read after it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from clusterddp import codec
+
+
+class Place(enum.Enum):
+    """Where in a script a rank lets itself be disturbed."""
+
+    START = "start"
+    """torch is imported, and the script has not continued yet."""
+    FIRST_STEPS = "first-steps"
+    """After a step, before the first save of this start."""
+    STEP = "step"
+    """In a step, before its gradients are computed."""
+    EVALUATION = "evaluation"
+    """At a forward pass, or at a batch that is read without gradients, after ``eval()``."""
+    SAVE = "save"
+    """In a save: part of the file is written."""
+    AFTER_SAVE = "after-save"
+    """After the first step that follows a save."""
+    EPOCH_END = "epoch-end"
+    """A loader of the training has no further batch."""
+    LAST_STEP = "last-step"
+    """After the last step."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the ranks of one start do beside their work.
+
+    ``socket``: where rank 0 says that it is at the ``place``, not before ``after`` steps of the whole run are done.
+    ``steps``: the most steps of a start. ``last``: the weights before the last step of the undisturbed run, after which
+    the start ends with ``cut``, as that run was cut off there.
+    ``known``: how many steps precede the step that begins with these weights. ``full_disk``: the first save at that
+    place fails. ``toggle_workers``: loaders get two workers in place of none, and none in place of some.
+    """
+
+    facts: str
+    socket: str
+    steps: int
+    last: str = ""
+    cut: bool = False
+    place: Place | None = None
+    after: int = 0
+    full_disk: bool = False
+    toggle_workers: bool = False
+    known: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The inverse of ``from_json``."""
+        return json.dumps(asdict(self), default=codec.plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> Orders:
+        """Raises Misfit for a text that ``to_json`` did not write."""
+        return codec.read(cls, json.loads(text))
+
+
+@dataclass(frozen=True)
+class Began:
+    """The script begins. ``seconds``: unix time."""
+
+    pid: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HandlerSet:
+    """The script, or a library, has called ``signal.signal``. ``seconds``: since this rank began. ``what``:
+    ``default``, ``ignore`` or the name of a function, which is in ``function_file`` from ``function_line`` on."""
+
+    signal: int
+    what: str
+    file: str
+    line: int
+    library: bool
+    seconds: float
+    function_file: str = ""
+    function_line: int = 0
+
+
+@dataclass(frozen=True)
+class StepMade:
+    """A step of the first optimizer.
+
+    ``number``: of the steps of the whole run that precede it. None if the weights are those of no earlier step.
+    ``weights``: before the step. ``after``: after it. ``loss``: of the last ``backward()``. ``samples``: the indices
+    that this rank asked its loaders for, and trained on. ``epoch_begins``: a loader was begun since then.
+    """
+
+    number: int | None
+    local: int
+    seconds: float
+    weights: str
+    after: str
+    loss: str = ""
+    rates: tuple[str, ...] = ()
+    samples: tuple[int, ...] = ()
+    epoch_begins: bool = False
+
+
+@dataclass(frozen=True)
+class States:
+    """The script's own objects and values on rank 0 before step ``local``, by their names in the script.
+
+    ``objects``: digests of what has a state, by the object's name and the name in it. ``kinds``: what each object is.
+    """
+
+    local: int
+    objects: Mapping[str, str]
+    variables: Mapping[str, str]
+    kinds: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation has begun, after so many steps of this start."""
+
+    local: int
+
+
+@dataclass(frozen=True)
+class SaveBegan:
+    """A save to a file begins, after so many steps of this start. ``line``: of the script."""
+
+    file: str
+    local: int
+    number: int | None
+    script: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """That save has ended. ``error``: what it raised."""
+
+    file: str
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A file is renamed, copied or linked to another name."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A file was loaded, after so many steps of this start."""
+
+    file: str
+    local: int
+    error: str = ""
+    script: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Reached:
+    """This rank is at the place of the orders."""
+
+    place: Place
+    local: int
+    number: int | None
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The start ends here, as it has made its steps."""
+
+    local: int
+
+
+Fact = Began | HandlerSet | StepMade | States | Evaluated | SaveBegan | Saved | Renamed | Loaded | Reached | Cut
+_KINDS = codec.by_name(Fact)
+
+
+def to_line(fact: Fact) -> bytes:
+    """The fact as a line of JSON."""
+    values = {"fact": codec.name_of(type(fact)), **codec.written(fact)}
+    return json.dumps(values, default=codec.plain).encode() + b"\n"
+
+
+def read_facts(file: Path) -> tuple[Fact, ...]:
+    """The facts of one rank in one start. A torn last line is left out."""
+    if not file.exists():
+        return ()
+    found: list[Fact] = []
+    for line in file.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            found.append(codec.read_one(_KINDS, "fact", json.loads(line)))
+    return tuple(found)

@@ -1,0 +1,471 @@
+"""Observes the script in a rank of a rehearsal, and lets the rank be disturbed at the place of the orders.
+
+Steps, losses, samples, saves, loads and evaluations are seen where torch is called, so the script needs no change. A
+rank that has reached its place says so and waits: the notice is then sent while it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from clusterddp.import_hooks import when_imported
+from clusterddp.rehearsal.facts import (
+    Began,
+    Cut,
+    Evaluated,
+    Fact,
+    HandlerSet,
+    Loaded,
+    Orders,
+    Place,
+    Reached,
+    Renamed,
+    SaveBegan,
+    Saved,
+    States,
+    StepMade,
+    to_line,
+)
+
+#: Seconds that a rank waits at its place for the disturbance.
+WAIT_S = 30.0
+#: The size of files while the disk is full.
+_FULL_BYTES = 512
+_LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).resolve().parents[1]}/",
+    "<",
+)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT)
+
+
+def begin(orders: Orders, rank: int) -> None:
+    """Observes this process from now on."""
+    observer = _Observer(orders, rank)
+    os.register_at_fork(after_in_child=observer.stop)
+    observer.report(Began(os.getpid(), time.time()))
+    observer.watch_handlers()
+    observer.watch_renames()
+    observer.watch_pickle()
+    when_imported("safetensors.torch", observer.watch_safetensors)
+    when_imported("torch", observer.watch_torch)
+
+
+class _Observer:
+    """The observer of this process."""
+
+    def __init__(self, orders: Orders, rank: int) -> None:
+        self.orders, self.rank = orders, rank
+        self._file = os.open(orders.facts.format(rank=rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        self._began = time.monotonic()
+        self._active, self._pending = True, orders.place
+        #: Steps of this start, and of the whole run, which is None if unknown.
+        self._local, self._number = 0, None if orders.known else 0
+        self._optimizer: Any = None
+        self._before: StepMade | None = None
+        self._loss = ""
+        #: The indices of the batch that was fetched last, and those of the batches of this step. A batch that the
+        #: script drops, to find its place again, is in neither.
+        self._fetched: list[int] = []
+        self._samples: list[int] = []
+        self._epoch_begins = False
+        self._saves = self._saving = 0
+        self._was_full = False
+        self._saved_at: int | None = None
+        self._evaluating = self._switching = False
+
+    def stop(self) -> None:
+        """In a forked child, which is no rank."""
+        self._active = False
+
+    def report(self, fact: Fact) -> None:
+        """Writes a fact. One write, so that a signal handler's facts do not tear it."""
+        if self._active:
+            os.write(self._file, to_line(fact))
+
+    # --- places
+
+    def _at(self, place: Place, where: str = "") -> None:
+        """Lets this rank be disturbed if this is its place."""
+        done = self._number if self._number is not None else self._local
+        if not self._active or self.rank != 0 or self._pending is not place or done < self.orders.after:
+            return
+        self._pending = None
+        self.report(Reached(place, self._local, self._number, where))
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(WAIT_S)
+            with suppress(OSError):
+                link.connect(self.orders.socket)
+                link.recv(1)  # the signal comes here, and its handler runs here
+
+    # --- signals and files
+
+    def watch_handlers(self) -> None:
+        """Sees each ``signal.signal``."""
+        original = signal.signal
+
+        @functools.wraps(original)
+        def set_handler(signum: int, handler: Any) -> Any:
+            before = original(signum, handler)
+            if self._active and signum in _SIGNALS:
+                self._handler_set(int(signum), handler, sys._getframe(1))
+            return before
+
+        signal.signal = set_handler  # type: ignore[assignment]
+
+    def _handler_set(self, signum: int, handler: Any, caller: FrameType) -> None:
+        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+        own_name: str = getattr(handler, "__qualname__", type(handler).__name__)
+        what = "default" if handler == signal.SIG_DFL else "ignore" if handler == signal.SIG_IGN else own_name
+        file = caller.f_code.co_filename
+        place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
+        elapsed = time.monotonic() - self._began
+        self.report(HandlerSet(signum, what, file, caller.f_lineno, is_library(file), elapsed, *place))
+
+    def watch_renames(self) -> None:
+        """Sees files that get another name."""
+        names = {"os.rename", "os.link", "os.symlink", "shutil.copyfile"}
+
+        def audit(event: str, arguments: tuple[Any, ...]) -> None:
+            if event not in names or not self._active:
+                return
+            with suppress(TypeError, ValueError):
+                source, target = (os.fsdecode(one) for one in arguments[:2])
+                folder = Path(target).parent if event == "os.symlink" else Path()
+                self.report(Renamed(str((folder / source).absolute()), str(Path(target).absolute())))
+
+        sys.addaudithook(audit)
+
+    def watch_pickle(self) -> None:
+        """Sees ``pickle.dump`` and ``pickle.load``, as scripts call them."""
+        dump, load = pickle.dump, pickle.load
+
+        @functools.wraps(dump)
+        def observed_dump(value: Any, file: Any, *args: Any, **options: Any) -> None:
+            with self._save(file):
+                dump(value, file, *args, **options)
+                self._at(Place.SAVE, _name(file) or "")
+
+        @functools.wraps(load)
+        def observed_load(file: Any, *args: Any, **options: Any) -> Any:
+            return self._load(lambda: load(file, *args, **options), file)
+
+        pickle.dump, pickle.load = observed_dump, observed_load  # type: ignore[assignment]
+
+    def watch_safetensors(self, module: Any) -> None:
+        """Sees its saves and loads. They cannot be interrupted in the middle."""
+        save, load = module.save_file, module.load_file
+
+        @functools.wraps(save)
+        def save_file(tensors: Any, filename: Any, *args: Any, **options: Any) -> None:
+            with self._save(filename):
+                self._at(Place.SAVE, _name(filename) or "")
+                save(tensors, filename, *args, **options)
+
+        @functools.wraps(load)
+        def load_file(filename: Any, *args: Any, **options: Any) -> Any:
+            return self._load(lambda: load(filename, *args, **options), filename)
+
+        module.save_file, module.load_file = save_file, load_file
+
+    @contextmanager
+    def _save(self, target: Any) -> Iterator[None]:
+        file = _name(target)
+        if file is None or not self._active:
+            yield
+            return
+        self._saving += 1
+        self.report(SaveBegan(file, self._local, self._number, *_line_of_script()))
+        began, error = time.monotonic(), ""
+        try:
+            with self._disk():
+                yield
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"[:300]
+            raise
+        finally:
+            self._saving -= 1
+            self._saves += not error
+            self._saved_at = self._local if self._saved_at is None else self._saved_at
+            self.report(Saved(file, time.monotonic() - began, error))
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """A full disk, if the orders say so. The kernel then refuses to let a file grow, as if there was no space."""
+        done = self._number if self._number is not None else self._local
+        if not self.orders.full_disk or self._was_full or done < self.orders.after:
+            yield
+            return
+        self._was_full = True
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.report(Reached(Place.SAVE, self._local, self._number, "full disk"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def _load(self, load: Callable[[], Any], source: Any) -> Any:
+        file = _name(source)
+        if file is None or not self._active:
+            return load()
+        try:
+            found = load()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"[:300]
+            self.report(Loaded(file, self._local, error, *_line_of_script()))
+            raise
+        self.report(Loaded(file, self._local, "", *_line_of_script()))
+        return found
+
+    # --- torch
+
+    def watch_torch(self, torch: ModuleType) -> None:
+        """Sees steps, losses, evaluations, batches, saves and loads."""
+        self._torch: Any = torch
+        self._watch_files()
+        self._watch_loaders()
+        self._watch_evaluations()
+        backward = torch.Tensor.backward
+
+        @functools.wraps(backward)
+        def observed_backward(tensor: Any, *args: Any, **options: Any) -> Any:
+            if self._active:
+                self._samples += self._fetched
+                self._fetched = []
+            if self._active and tensor.numel() == 1:
+                self._loss = repr(tensor.detach().item())
+            if self._optimizer is not None:
+                self._at(Place.STEP)  # before the gradients are averaged, for which all ranks must be there
+            return backward(tensor, *args, **options)
+
+        torch.Tensor.backward = observed_backward
+        module = sys.modules["torch.optim.optimizer"]
+        module.register_optimizer_step_pre_hook(self._before_step)
+        module.register_optimizer_step_post_hook(self._after_step)
+        self._at(Place.START, "import torch")
+
+    def _watch_files(self) -> None:
+        torch, serialization = self._torch, self._torch.serialization
+        save, load = torch.save, torch.load
+
+        @functools.wraps(save)
+        def observed_save(value: Any, f: Any, *args: Any, **options: Any) -> None:
+            with self._save(f):
+                save(value, f, *args, **options)
+
+        @functools.wraps(load)
+        def observed_load(f: Any, *args: Any, **options: Any) -> Any:
+            return self._load(lambda: load(f, *args, **options), f)
+
+        torch.save = serialization.save = observed_save
+        torch.load = serialization.load = observed_load
+        for name in ("_open_zipfile_writer_file", "_open_zipfile_writer_buffer"):
+            if writer := getattr(serialization, name, None):
+                writer.__exit__ = self._observed_end(writer.__exit__)
+
+    def _observed_end(self, end: Callable[..., Any]) -> Callable[..., Any]:
+        """The end of a file of torch's: the tensors are written, and the directory that makes it readable is not."""
+
+        @functools.wraps(end)
+        def observed(writer: Any, *args: Any) -> Any:
+            if self._saving:
+                self._at(Place.SAVE, str(getattr(writer, "name", "") or ""))
+            return end(writer, *args)
+
+        return observed
+
+    def _watch_loaders(self) -> None:
+        data = sys.modules["torch.utils.data.dataloader"]
+        loader, iterator = data.DataLoader, data._BaseDataLoaderIter
+        begin, start, following, index = loader.__init__, loader.__iter__, iterator.__next__, iterator._next_index
+
+        @functools.wraps(begin)
+        def observed_init(this: Any, *args: Any, **options: Any) -> None:
+            if self._active and self.orders.toggle_workers and len(args) < 6:
+                if options.get("num_workers"):
+                    for name in ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context"):
+                        options.pop(name, None)
+                else:
+                    options["num_workers"] = 2
+            begin(this, *args, **options)
+
+        @functools.wraps(start)
+        def observed_iter(this: Any) -> Any:
+            if self._active and self._torch.is_grad_enabled():
+                self._epoch_begins = True
+            return start(this)
+
+        @functools.wraps(index)
+        def observed_index(this: Any) -> Any:
+            found = index(this)
+            this.__dict__.setdefault("_asked", deque()).append(found)
+            return found
+
+        @functools.wraps(following)
+        def observed_next(this: Any) -> Any:
+            if self._active and not self._torch.is_grad_enabled():
+                self._in_evaluation()
+            try:
+                found = following(this)
+            except StopIteration:
+                if self._torch.is_grad_enabled() and self._local:
+                    self._at(Place.EPOCH_END)
+                raise
+            asked = this.__dict__.get("_asked")
+            if asked and self._torch.is_grad_enabled():
+                indices = asked.popleft()
+                self._fetched = [one for one in indices if type(one) is int] if type(indices) is list else []
+            elif asked:
+                asked.popleft()
+            return found
+
+        loader.__init__, loader.__iter__ = observed_init, observed_iter
+        iterator.__next__, iterator._next_index = observed_next, observed_index
+
+    def _watch_evaluations(self) -> None:
+        module = self._torch.nn.Module
+        train = module.train
+
+        @functools.wraps(train)
+        def observed_train(this: Any, mode: bool = True) -> Any:
+            if self._switching or not self._active:
+                return train(this, mode)
+            self._switching = True
+            try:
+                found = train(this, mode)
+            finally:
+                self._switching = False
+            if not mode and self._local and not self._evaluating:
+                self._evaluating = True
+                self.report(Evaluated(self._local))
+                self._watch_forward()
+            elif mode and self._evaluating:
+                self._in_evaluation()
+                self._evaluating = False
+            return found
+
+        module.train = observed_train
+
+    def _watch_forward(self) -> None:
+        """An evaluation need not read a loader, and need not end before the next step."""
+        if self._pending is not Place.EVALUATION:
+            return
+
+        def on_forward(*_: Any) -> None:
+            self._in_evaluation()
+            if self._pending is not Place.EVALUATION or not self._evaluating:
+                handle.remove()
+
+        handle = self._torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
+
+    def _in_evaluation(self) -> None:
+        if self._local and self._evaluating:
+            self._at(Place.EVALUATION)
+
+    # --- steps
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if not self._active or self._torch.compiler.is_compiling():
+            return
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:
+            return
+        self._evaluating = False
+        weights = self._weights()
+        if self._local == 0:
+            self._number = self.orders.known.get(weights) if self.orders.known else 0
+        self._at(Place.STEP)  # of a script whose backward() was not seen
+        rates = tuple(repr(float(group["lr"])) for group in optimizer.param_groups)
+        elapsed = time.monotonic() - self._began
+        made = self._loss, rates, tuple(self._samples), self._epoch_begins
+        self._before = StepMade(self._number, self._local, elapsed, weights, "", *made)
+        self._samples, self._epoch_begins = [], False
+        if self.rank == 0:
+            self._report_states()
+
+    def _weights(self) -> str:
+        from clusterddp.training.script_objects import of_value
+
+        return of_value([one.detach() for group in self._optimizer.param_groups for one in group["params"]])
+
+    def _report_states(self) -> None:
+        from clusterddp.training.script_objects import Surroundings
+
+        search = Surroundings({}, None).search()
+        objects = {f"{name}.{key}": value for name, state in search.others.items() for key, value in state.items()}
+        kinds = {name: self._kind(value) for name, value in search.objects.items()}
+        self.report(States(self._local, objects, search.variables, kinds))
+
+    def _kind(self, value: Any) -> str:
+        torch = self._torch
+        if isinstance(value, torch.optim.Optimizer):
+            return "optimizer"
+        if isinstance(value, torch.nn.Module):
+            own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+            averaged = type(value).__name__ in ("AveragedModel", "EMA", "ModelEmaV2")
+            return "average" if averaged else "model" if any(id(one) in own for one in value.parameters()) else "module"
+        if hasattr(value, "get_last_lr") or "Scheduler" in type(value).__name__:
+            return "scheduler"
+        if "GradScaler" in type(value).__name__:
+            return "scaler"
+        if isinstance(value, torch.Generator) or "Generator" in type(value).__name__:
+            return "generator"
+        return type(value).__name__
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        made = self._before
+        if made is None or optimizer is not self._optimizer:
+            return
+        self._before = None
+        self._local += 1
+        self._number = None if self._number is None else self._number + 1
+        self.report(StepMade(**{**vars(made), "after": self._weights()}))
+        is_last = bool(self.orders.last) and made.weights == self.orders.last
+        if self._saves == 0:
+            self._at(Place.FIRST_STEPS)
+        elif self._saved_at is not None and self._local > self._saved_at:
+            self._at(Place.AFTER_SAVE)
+        if is_last:
+            self._at(Place.LAST_STEP)
+        if self._local >= self.orders.steps or (is_last and self.orders.cut):
+            self.report(Cut(self._local))
+            os._exit(0)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is the standard library's, an installed package's or clusterddp's own."""
+    return file.startswith(_LIBRARIES)
+
+
+def _line_of_script() -> tuple[str, int]:
+    """The file and line of the innermost call that is in the script's own code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def _name(target: Any) -> str | None:
+    """The file that a path or a file object stands for."""
+    name = target if isinstance(target, (str, os.PathLike)) else getattr(target, "name", None)
+    if not isinstance(name, (str, os.PathLike)):
+        return None
+    return os.path.realpath(os.fsdecode(os.fspath(name)))

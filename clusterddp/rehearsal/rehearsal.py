@@ -1,0 +1,266 @@
+"""The rehearsal of a script: which runs it makes, in which order, and what it concludes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.rehearsal import comparison
+from clusterddp.rehearsal.comparison import Result
+from clusterddp.rehearsal.conductor import Baseline, Conductor
+from clusterddp.rehearsal.disturbances import TOGETHER, Disturbance, Script
+from clusterddp.rehearsal.findings import Cause, Finding, Rank, Undisturbed, diagnose
+from clusterddp.rehearsal.trial import Start, Stimulus, Trial
+from clusterddp.reporter import counted
+
+#: A disturbed start may take this many times as long as the undisturbed run, and some seconds.
+_TIMES_LONGER, _MORE_S = 5.0, 30.0
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One disturbance.
+
+    ``why_not``: why it was not tried. ``with_others``: it passed in one run with others. ``note``: a warning.
+    """
+
+    disturbance: Disturbance
+    why_not: str | None = None
+    with_others: bool = False
+    at: str | None = None
+    starts: int = 0
+    resumed_from: str | None = None
+    resumed_step: int | None = None
+    repeated_steps: int | None = None
+    exit_s: float | None = None
+    result: Result | None = None
+    note: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What came of a rehearsal. ``unlike``: the step in which two undisturbed runs differ. ``findings``: each once,
+    with the disturbances that showed it."""
+
+    script: Script
+    tried: Sequence[Tried] = ()
+    unlike: int | None = None
+    starts: int = 0
+    seconds: float = 0.0
+    findings: Sequence[tuple[Finding, Sequence[Disturbance]]] = field(default=())
+
+    @property
+    def verdict(self) -> str:
+        """``survives``, ``not_repeatable``, or the rank of the worst finding."""
+        if self.unlike is not None:
+            return "not_repeatable"
+        if self.findings:
+            return self.findings[0][0].rank.value
+        return "survives" if any(one.why_not is None for one in self.tried) else "unfinished"
+
+
+def rehearse(
+    conductor: Conductor,
+    wanted: Sequence[Disturbance],
+    *,
+    ranks: int,
+    notice_s: float,
+    at: Stimulus | None = None,
+    tell: Callable[[str], object],
+) -> Rehearsal:
+    """Rehearses a script. ``tell`` gets a line for each run. Raises ClusterddpError if it does not run undisturbed."""
+    began = time.monotonic()
+    undisturbed = _undisturbed(conductor, ranks, tell)
+    script = Script.of(undisturbed.start)
+    if (step := comparison.first_unlike(undisturbed.one, undisturbed.other)) is not None:
+        return Rehearsal(script, (), step, conductor.starts, time.monotonic() - began)
+    last = undisturbed.start.steps()[-1]
+    baseline = Baseline(undisturbed.one.weights(), last.weights, script.cut)
+    conductor.limit_s = min(conductor.limit_s, _TIMES_LONGER * undisturbed.start.duration_s + _MORE_S + notice_s)
+    run = _Runs(conductor, undisturbed, script, baseline, ranks, notice_s, at, tell)
+    tried = run.all(wanted)
+    return Rehearsal(script, tried, None, conductor.starts, time.monotonic() - began, _collected(tried))
+
+
+def _undisturbed(conductor: Conductor, ranks: int, tell: Callable[[str], object]) -> Undisturbed:
+    trials = []
+    for name in ("undisturbed", "undisturbed, again"):
+        trial = conductor.run(ranks=ranks)
+        _check(trial.last, conductor)
+        steps = len(trial.last.steps())
+        tell(f"{name}: {counted(steps, 'step')} in {trial.last.duration_s:.1f} s")
+        trials.append(trial)
+    return Undisturbed(*trials)
+
+
+def _check(start: Start, conductor: Conductor) -> None:
+    """Raises ClusterddpError for a script that cannot be rehearsed."""
+    errors = "\n".join(start.output.values())
+    if start.timed_out:
+        made = counted(len(start.steps()), "step")
+        raise ClusterddpError(
+            f"the undisturbed run did not end within {conductor.limit_s:.0f} s ({made}). Shorten it with the script's "
+            "own arguments after --, allow fewer steps with --steps, or more time with --limit"
+        )
+    if not start.is_done and not start.is_cut:
+        if "EOFError" in errors:
+            raise ClusterddpError("the script asks for input. In a job there is none: give the values as arguments")
+        if "Permission denied" in errors or "PermissionError" in errors:
+            lines = [line for line in errors.splitlines() if "ermission" in line]
+            raise ClusterddpError(
+                f"the script writes outside its folder: {lines[-1].strip()}. A rehearsal allows that only in a copy of "
+                "its folder. Give it another output folder with its own arguments after --"
+            )
+        codes = ", ".join(f"rank {rank}: {code}" for rank, code in start.codes.items())
+        shown = "\n".join(next((text for text in start.output.values() if text.strip()), "").splitlines()[-8:])
+        raise ClusterddpError(f"the script fails undisturbed (exit codes: {codes}).\n{shown}")
+    if not start.steps():
+        raise ClusterddpError(
+            "the script makes no step of a torch optimizer on rank 0, so there is nothing to disturb. A rehearsal "
+            "needs a script that trains in the process that the launcher starts"
+        )
+
+
+class _Runs:
+    """The disturbed runs."""
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        undisturbed: Undisturbed,
+        script: Script,
+        baseline: Baseline,
+        ranks: int,
+        notice_s: float,
+        at: Stimulus | None,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._conductor, self._undisturbed, self._script, self._baseline = conductor, undisturbed, script, baseline
+        self._ranks, self._notice_s, self._at, self._tell = ranks, notice_s, at, tell
+
+    def all(self, wanted: Sequence[Disturbance]) -> list[Tried]:
+        """All wanted disturbances, those that can be tried together in one run first."""
+        done: dict[Disturbance, Tried] = {}
+        for one in wanted:
+            if (reason := self._script.why_not(one)) is not None:
+                done[one] = Tried(one, reason)
+            elif one is Disturbance.RANKS and self._ranks == 1:
+                done[one] = Tried(one, "there is one rank")
+        together = [one for one in TOGETHER if one in wanted and one not in done]
+        if len(together) > 1:
+            done |= self._together(together)
+        for one in wanted:
+            if one not in done:
+                done[one] = self._alone(one)
+        return [done[one] for one in wanted]
+
+    def _together(self, disturbances: list[Disturbance]) -> dict[Disturbance, Tried]:
+        """Those that passed in one run with all of them. None if its result is wrong."""
+        stimuli = self._script.together(disturbances, self._notice_s)
+        trial = self._run(stimuli)
+        findings = diagnose(self._undisturbed, trial)
+        reached = [start.disturbed for start in trial.starts[: len(stimuli)]]
+        passed = not findings and comparison.result_of(self._undisturbed.one, trial) is Result.SAME
+        names = ", ".join(one.value for one, was in zip(disturbances, reached, strict=False) if was)
+        if not passed:
+            self._tell(f"{names}, in one run: a difference, so each is tried alone")
+            return {}
+        self._tell(f"{names}, in one run: ok")
+        resumes = comparison.resumes(self._undisturbed.start, trial)
+        found = {}
+        for index, (one, was) in enumerate(zip(disturbances, reached, strict=False)):
+            if was:
+                resume = resumes[index] if index < len(resumes) else None
+                found[one] = replace(self._described(one, trial, index, resume), with_others=True)
+        return found
+
+    def _alone(self, disturbance: Disturbance) -> Tried:
+        stimulus = self._at if disturbance is Disturbance.AT else None
+        stimulus = stimulus or self._script.stimulus(disturbance, self._notice_s)
+        later = max(1, self._ranks // 2) if disturbance is Disturbance.RANKS else None
+        trial = self._run([stimulus], toggle=disturbance is Disturbance.WORKERS, later_ranks=later)
+        if not trial.starts[0].disturbed:
+            tried = Tried(disturbance, "the script did not come to that place again", starts=len(trial.starts))
+            self._tell(f"{disturbance.value}: {tried.why_not}")
+            return tried
+        resumes = comparison.resumes(self._undisturbed.start, trial)
+        tried = self._described(disturbance, trial, 0, resumes[0] if resumes else None)
+        why_not, findings = None, diagnose(self._undisturbed, trial)
+        note = None
+        if disturbance is Disturbance.WORKERS:
+            # The script does not run like this, so that it is only a warning. Random numbers of samples then come from
+            # another process, in any script.
+            lost = [one for one in findings if one.rank is not Rank.WRONG_RESULT]
+            note, findings = (lost[0].detail if lost else None), []
+        if later:
+            why_not, findings = _with_other_ranks(self._undisturbed, trial)
+        tried = replace(tried, findings=tuple(findings), why_not=why_not, note=note)
+        said = f"{findings[0].rank.words}: {findings[0].detail}" if findings else why_not or note or "ok"
+        self._tell(f"{disturbance.value}: {said}")
+        return tried
+
+    def _run(self, stimuli: Sequence[Stimulus], *, toggle: bool = False, later_ranks: int | None = None) -> Trial:
+        return self._conductor.run(
+            stimuli, ranks=self._ranks, baseline=self._baseline, toggle_workers=toggle, later_ranks=later_ranks
+        )
+
+    def _described(self, disturbance: Disturbance, trial: Trial, index: int, resume: comparison.Resume | None) -> Tried:
+        start = trial.starts[index]
+        reached = start.reached
+        at = None
+        if reached is not None:
+            steps = reached.number if reached.number is not None else reached.local
+            at = f"after {counted(steps, 'step')}" + (f", {reached.where}" if reached.where else "")
+        loaded = resume.loaded if resume else None
+        return Tried(
+            disturbance,
+            at=at,
+            starts=len(trial.starts),
+            resumed_from=loaded.file.rsplit("/", 1)[-1] if loaded else None,
+            resumed_step=resume.at if resume else None,
+            repeated_steps=resume.repeated if resume else None,
+            exit_s=start.exit_s,
+            result=comparison.result_of(self._undisturbed.one, trial),
+        )
+
+
+def _with_other_ranks(undisturbed: Undisturbed, trial: Trial) -> tuple[str | None, list[Finding]]:
+    """With another number of ranks only the samples of a step, those of all ranks together, are compared.
+
+    Returns why they are not, and the findings.
+    """
+    if len(trial.starts) < 2 or not trial.starts[1].steps():
+        return None, [one for one in diagnose(undisturbed, trial) if one.cause is Cause.RESTART_FAILS]
+    expected, start = undisturbed.start, trial.starts[1]
+    made = start.steps()[0]
+    if made.number is None or made.number >= len(expected.steps()):
+        return "the restart does not continue at a step of the undisturbed run", []
+    was, now = _samples(expected, made.number), _samples(start, 0)
+    if not was:
+        return "no DataLoader with a map-style dataset was seen", []
+    if len(was) != len(now):
+        return f"a step takes {len(now)} samples instead of {len(was)}, as the batch of a rank is fixed", []
+    if was == now:
+        return None, []
+    text = f"step {made.number} has other samples on {counted(len(start.facts), 'rank')} than on {len(expected.facts)}"
+    return None, [Finding(Cause.ORDER_DEPENDS_ON_RANKS, text)]
+
+
+def _samples(start: Start, local: int) -> list[int]:
+    """The samples of a step of a start, of all ranks."""
+    return sorted(
+        index for rank in start.facts for made in start.steps(rank)[local : local + 1] for index in made.samples
+    )
+
+
+def _collected(tried: Sequence[Tried]) -> list[tuple[Finding, Sequence[Disturbance]]]:
+    """Each cause once, the worst first, with the disturbances that showed it."""
+    found: dict[Cause, tuple[Finding, list[Disturbance]]] = {}
+    for one in tried:
+        for finding in one.findings:
+            found.setdefault(finding.cause, (finding, []))[1].append(one.disturbance)
+    order = list(Cause)
+    return sorted(found.values(), key=lambda one: order.index(one[0].cause))

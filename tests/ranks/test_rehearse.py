@@ -1,0 +1,94 @@
+"""``clusterddp rehearse`` with a real script, which is started, preempted and started again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS, WRONG_USAGE
+from clusterddp.rehearsal.confinement import is_available
+from tests.cli import REPOSITORY, clusterddp
+
+SCRIPT = REPOSITORY / "tests" / "scripts" / "rehearsed.py"
+
+
+def rehearsed(folder: Path, *words: object, code: int, script: str | None = None) -> dict[str, Any]:
+    """The certificate of a rehearsal of the script in a folder of its own, with one rank."""
+    folder.mkdir(exist_ok=True)
+    if script is None:
+        shutil.copy(SCRIPT, folder / "train.py")
+    else:
+        (folder / "train.py").write_text(script)
+    before = sorted(folder.iterdir())
+    output = folder.parent / "certificate"
+    output.mkdir(exist_ok=True)
+    clusterddp("rehearse", "train.py", "--gpus", 1, "-o", output, *words, code=code, cwd=folder)
+    assert sorted(folder.iterdir()) == before  # the script ran in a copy
+    assert (output / "rehearsal.html").read_text().startswith("<!doctype html>")
+    found: dict[str, Any] = json.loads((output / "rehearsal.json").read_text())
+    return found
+
+
+def test_a_script_that_saves_at_a_notice_in_a_step_continues_there(tmp_path: Path) -> None:
+    good = rehearsed(tmp_path / "good", "--only", "step", code=0)
+    assert (good["verdict"], good["findings"]) == ("survives", [])
+    (step,) = good["disturbances"]
+    assert (step["resumed_from"], step["repeated_steps"], step["result"]) == ("checkpoint.pt", 0, "same")
+
+
+def test_a_script_that_forgets_its_optimizer_is_found_out(tmp_path: Path) -> None:
+    """And its cause is named."""
+    bad = rehearsed(tmp_path / "bad", "--only", "step", "--", "--forget", code=RESUME_DIFFERS)
+    assert (bad["verdict"], bad["findings"][0]["cause"]) == ("wrong_result", "optimizer_not_restored")
+
+
+@pytest.mark.product
+def test_a_script_that_does_all_right_passes_every_disturbance(tmp_path: Path) -> None:
+    """Those that it can be given: it has no evaluation and no loader."""
+    found = rehearsed(tmp_path / "all", code=0)
+    tried = {one["name"] for one in found["disturbances"] if one["tried"]}
+    assert tried == {
+        "start", "first-steps", "step", "save", "after-save", "last-step", "two-notices", "short-notice", "kill",
+        "full-disk",
+    }  # fmt: skip
+
+
+@pytest.mark.product
+def test_a_script_that_is_not_repeatable_is_not_compared(tmp_path: Path) -> None:
+    script = SCRIPT.read_text().replace("manual_seed(0)", "seed()")
+    found = rehearsed(tmp_path / "random", "--only", "step", code=NOT_REPEATABLE, script=script)
+    assert (found["verdict"], found["disturbances"]) == ("not_repeatable", [])
+
+
+@pytest.mark.product
+@pytest.mark.skipif(not is_available(), reason="this kernel has no Landlock")
+def test_writes_outside_the_copy_are_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    script = SCRIPT.read_text().replace('"out/checkpoint.pt"', f'"{outside}/checkpoint.pt"')
+    (tmp_path / "writes").mkdir()
+    (tmp_path / "writes" / "train.py").write_text(script)
+    clusterddp("rehearse", "train.py", "--gpus", 1, code=1, cwd=tmp_path / "writes")
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--only", "lunch"],
+        ["--only", "step", "--at", "5"],
+        ["--at", "("],
+        ["--notice", "0"],
+        ["--gpus", "0"],
+        ["--steps", "1"],
+        ["--output", "nowhere"],
+    ],
+)
+def test_wrong_options_start_nothing(tmp_path: Path, words: list[str]) -> None:
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    clusterddp("rehearse", "train.py", *words, code=WRONG_USAGE, cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -1,0 +1,343 @@
+"""Rehearsals: what is concluded from what the ranks report, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.rehearsal.comparison import Result, first_unlike, result_of, resumes
+from clusterddp.rehearsal.disturbances import Disturbance, Script
+from clusterddp.rehearsal.facts import (
+    Cut,
+    Evaluated,
+    Fact,
+    HandlerSet,
+    Loaded,
+    Orders,
+    Place,
+    Reached,
+    Renamed,
+    SaveBegan,
+    Saved,
+    States,
+    StepMade,
+    read_facts,
+    to_line,
+)
+from clusterddp.rehearsal.findings import Cause, Rank, Undisturbed, diagnose
+from clusterddp.rehearsal.trial import Start, Stimulus, Trial
+
+STEPS, EVERY, FILE = 20, 5, "/run/last.pt"
+SCRIPT = "/run/train.py"
+HANDLER = HandlerSet(15, "on_term", SCRIPT, 10, False, 0.5, SCRIPT, 3)
+NOTICE = Stimulus(Place.STEP, 8, 1, 5.0)
+
+
+def steps(first: int, end: int, **more: Any) -> list[Fact]:
+    """Steps of a training in which the weights before step n are ``wn``."""
+    return [
+        replace(
+            StepMade(n, n - first, float(n), f"w{n}", f"w{n + 1}", f"{n}.5", (f"0.{n:02}",), (n, n + 100), n % 10 == 0),
+            **more,
+        )
+        for n in range(first, end)
+    ]
+
+
+def save(number: int, file: str = FILE, *, whole: bool = True) -> list[Fact]:
+    began = SaveBegan(file, number, number, SCRIPT, 30)
+    return [began, Saved(file, 0.2)] if whole else [began]
+
+
+def start(*facts: Sequence[Fact], codes: int = 0, **more: Any) -> Start:
+    """A start of two ranks with the same steps, of which rank 0 saves."""
+    of_0 = [fact for some in facts for fact in some]
+    of_1 = [fact for fact in of_0 if isinstance(fact, (StepMade, HandlerSet))]
+    files = {fact.file: 1 for fact in of_0 if isinstance(fact, SaveBegan)}
+    given = Start({0: of_0, 1: of_1}, {0: codes, 1: codes}, 1.0, files=files)
+    return replace(given, **more)
+
+
+def undisturbed(*more: Sequence[Fact]) -> Undisturbed:
+    whole = start([HANDLER], steps(0, STEPS), save(EVERY), save(10), *more)
+    return Undisturbed(Trial([whole]), Trial([whole]))
+
+
+def noticed(end: int, *facts: Sequence[Fact], codes: int = 143, **more: Any) -> Start:
+    """The first start: it has saved after 5 steps, and gets a notice after ``end``."""
+    reached = [Reached(Place.STEP, end, end)]
+    return start([HANDLER], steps(0, end), save(EVERY), reached, *facts, codes=codes, disturbed=True, **more)
+
+
+def resumed(first: int, *facts: Sequence[Fact], file: str = FILE, **more: Any) -> Start:
+    loaded = Loaded(file, 0, "", SCRIPT, 40)
+    return start([HANDLER, loaded], *facts, steps(first, STEPS), **more)
+
+
+def causes(*starts: Start, of: Undisturbed | None = None, stimulus: Stimulus = NOTICE) -> list[Cause]:
+    return [one.cause for one in diagnose(of or undisturbed(), Trial(starts, [stimulus]))]
+
+
+def test_a_run_that_saves_at_the_notice_and_continues_there_has_no_finding() -> None:
+    trial = Trial([noticed(8, save(8)), resumed(8)], [NOTICE])
+    assert diagnose(undisturbed(), trial) == []
+    assert result_of(undisturbed().one, trial) is Result.SAME
+    (resume,) = resumes(undisturbed().start, trial)
+    assert (resume.done, resume.at, resume.repeated, resume.loaded and resume.loaded.file) == (8, 8, 0, FILE)
+
+
+def test_exit_0_after_a_notice_loses_the_rest_of_the_training() -> None:
+    assert causes(noticed(8, save(8), codes=0)) == [Cause.ENDS_AS_COMPLETED]
+
+
+def test_exit_0_after_the_last_step_is_no_loss() -> None:
+    assert causes(noticed(STEPS, save(STEPS), codes=0)) == []
+
+
+def test_without_a_handler_the_steps_since_the_last_save_are_repeated() -> None:
+    first = start(steps(0, 8), save(EVERY), [Reached(Place.STEP, 8, 8)], codes=-15, disturbed=True)
+    whole = start(steps(0, STEPS), save(EVERY), save(10))
+    of = Undisturbed(Trial([whole]), Trial([whole]))
+    again = start([Loaded(FILE, 0)], steps(EVERY, STEPS))
+    assert causes(first, again, of=of) == [Cause.NO_HANDLER]
+    assert causes(first, again) == [Cause.HANDLER_LATE]  # it is installed later
+
+
+def test_steps_are_repeated_after_a_kill_and_after_a_notice_that_is_too_short() -> None:
+    """That is no fault of the script."""
+    kill = Stimulus(Place.STEP, 8, 0, 5.0, kill=True)
+    assert causes(noticed(8, codes=-9), resumed(EVERY), stimulus=kill) == []
+    whole = start([HANDLER], steps(0, STEPS), save(EVERY), save(10))
+    short = Script.of(whole).stimulus(Disturbance.SHORT_NOTICE, 5.0)
+    assert short.notice_s < 0.2  # of a save
+    assert causes(noticed(8, codes=-9, killed=(0, 1)), resumed(EVERY), stimulus=short) == []
+
+
+def test_a_handler_on_rank_0_alone() -> None:
+    first = noticed(8, killed=(0,))
+    alone = replace(first, facts={0: first.facts[0], 1: steps(0, 8)})
+    assert causes(alone, resumed(EVERY)) == [Cause.HANDLER_ON_SOME_RANKS]
+
+
+def test_a_handler_that_was_replaced() -> None:
+    other = HandlerSet(15, "flush", "/run/log.py", 7, False, 0.6, "/run/log.py", 2)
+    assert causes(noticed(8, [other]), resumed(EVERY)) == [Cause.HANDLER_REPLACED]
+
+
+STACK = """Current thread 0x1 (most recent call first):
+  File "/lib/torch/distributed/distributed_c10d.py", line 5 in barrier
+  File "/lib/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "{handler}", line 5 in {function}
+  File "/run/train.py", line 50 in main
+"""
+
+
+def test_a_barrier_in_the_handler() -> None:
+    stacks = {0: STACK.format(handler=SCRIPT, function="on_term")}
+    assert causes(noticed(8, killed=(0,), codes=-9, stacks=stacks), resumed(EVERY)) == [Cause.BARRIER_IN_HANDLER]
+
+
+def test_a_save_that_takes_longer_than_the_notice() -> None:
+    first = noticed(8, save(8, "/run/new.pt", whole=False), killed=(0, 1), codes=-9)
+    assert causes(first, resumed(EVERY)) == [Cause.SAVE_SLOWER_THAN_NOTICE]
+
+
+def test_a_save_that_was_not_renamed_yet_is_no_checkpoint() -> None:
+    """Names that end in .new are renamed in the undisturbed run."""
+    renamed = [*save(15, "/run/15.new"), Renamed("/run/15.new", FILE)]
+    whole = start([HANDLER], steps(0, STEPS), renamed, files={FILE: 1})
+    of = Undisturbed(Trial([whole]), Trial([whole]))
+    stacks = {0: STACK.format(handler=SCRIPT, function="save_slowly")}
+    first = noticed(8, save(8, "/run/8.new"), killed=(0, 1), codes=-9, stacks=stacks)
+    assert causes(first, resumed(EVERY), of=of) == [Cause.SAVE_SLOWER_THAN_NOTICE]
+
+
+def test_a_flag_that_an_evaluation_does_not_look_at() -> None:
+    first = noticed(8, [Evaluated(8)], killed=(0, 1), codes=-9)
+    found = diagnose(undisturbed(), Trial([first, resumed(EVERY)], [NOTICE]))
+    assert [one.cause for one in found] == [Cause.FLAG_NOT_CHECKED] and "evaluation" in found[0].detail
+
+
+def test_loader_workers_that_the_notice_ends() -> None:
+    output = {0: "RuntimeError: DataLoader worker (pid 7) exited unexpectedly"}
+    assert causes(noticed(8, codes=1, output=output), resumed(EVERY)) == [Cause.WORKERS_KILLED]
+
+
+def test_a_start_that_loads_what_an_interrupted_save_has_left() -> None:
+    """The file is new, or it was the only checkpoint, which the save has overwritten."""
+    error = [Loaded("/run/8.pt", 0, "RuntimeError: failed finding central directory", SCRIPT, 40)]
+    failing = start(error, codes=1)
+    assert causes(noticed(8, save(8, "/run/8.pt", whole=False), codes=-9), failing) == [Cause.RESUMES_HALF_WRITTEN]
+    error = [Loaded(FILE, 0, "RuntimeError: failed finding central directory", SCRIPT, 40)]
+    failing = start(error, codes=1)
+    assert causes(noticed(8, save(8, whole=False), codes=-9), failing) == [Cause.CHECKPOINT_DESTROYED]
+
+
+def test_a_start_that_begins_again_although_there_is_a_checkpoint() -> None:
+    again = start([HANDLER], steps(0, STEPS), save(EVERY))
+    assert causes(noticed(8, save(8)), again) == [Cause.NOT_RESUMED]
+    elsewhere = start([HANDLER], steps(0, STEPS), save(EVERY, "/run/other/last.pt"))
+    assert causes(noticed(8, save(8)), elsewhere) == [Cause.NEW_FOLDER]
+
+
+@pytest.mark.parametrize(
+    ("file", "cause"), [("/run/last.pt", Cause.LAST_IS_STALE), ("/run/epoch-5.pt", Cause.RESUMED_OLDER)]
+)
+def test_a_start_that_continues_from_an_older_file(file: str, cause: Cause) -> None:
+    first = start(
+        [HANDLER], steps(0, 8), save(EVERY, file), save(8, "/run/new-8.pt"), [Reached(Place.STEP, 8, 8)],
+        codes=143, disturbed=True,
+    )  # fmt: skip
+    assert causes(first, resumed(EVERY, file=file)) == [cause]
+
+
+def test_a_file_that_was_renamed_is_the_save_it_was_written_as() -> None:
+    renamed = [*save(8, "/run/tmp"), Renamed("/run/tmp", FILE)]
+    first = replace(noticed(8, renamed), files={FILE: 1})
+    assert causes(first, resumed(8)) == []
+
+
+def test_a_start_with_weights_of_no_step_before() -> None:
+    unknown = start([HANDLER, Loaded(FILE, 0)], steps(8, STEPS, number=None, weights="other", after="other"))
+    assert causes(noticed(8, save(8)), unknown) == [Cause.MODEL_NOT_RESTORED]
+
+
+def test_a_start_that_fails() -> None:
+    failing = start([HANDLER], codes=1, output={0: "Traceback\nFileExistsError: out exists\n"})
+    found = diagnose(undisturbed(), Trial([noticed(8, save(8)), failing], [NOTICE]))
+    assert [one.cause for one in found] == [Cause.RESTART_FAILS] and "FileExistsError" in found[0].detail
+
+
+OBJECTS = {"opt.state.0.exp_avg": "#8", "scaler.scale": "512.0", "ema.shadow": "#8", "net.weight": "#8"}
+KINDS = {"opt": "optimizer", "scaler": "scaler", "ema": "average", "net": "model"}
+
+
+@pytest.mark.parametrize(
+    ("objects", "variables", "cause"),
+    [
+        ({}, {}, None),
+        ({"opt.state.0.exp_avg": "missing"}, {}, Cause.OPTIMIZER_NOT_RESTORED),
+        ({"scaler.scale": "65536.0"}, {}, Cause.SCALER_NOT_RESTORED),
+        ({"ema.shadow": "#0"}, {}, Cause.EMA_NOT_RESTORED),
+        ({"net.weight": "#9"}, {}, Cause.MODEL_NOT_RESTORED),
+        ({}, {"best_loss": "inf"}, Cause.BEST_NOT_RESTORED),
+        ({}, {"started": "7.5"}, None),
+    ],
+)
+def test_an_object_that_is_not_restored(
+    objects: dict[str, str], variables: dict[str, str], cause: Cause | None
+) -> None:
+    """What differs in two undisturbed runs, such as a time, does not count."""
+    was = States(8, OBJECTS, {"best_loss": "0.5", "started": "1.5"}, KINDS)
+    other = replace(was, variables={"best_loss": "0.5", "started": "2.5"})
+    one, two = undisturbed([was]).start, undisturbed([other]).start
+    now = States(0, {**OBJECTS, **objects}, {**was.variables, **variables}, KINDS)
+    of = Undisturbed(Trial([one]), Trial([two]))
+    assert causes(noticed(8, save(8)), resumed(8, [now]), of=of) == ([cause] if cause else [])
+
+
+@pytest.mark.parametrize(("at_the_end", "cause"), [("#9", None), ("#1", Cause.STATE_NOT_RESTORED)])
+def test_an_object_that_the_script_makes_again_need_not_be_restored(at_the_end: str, cause: Cause | None) -> None:
+    """Such as a mean over an epoch. It is as in the undisturbed run before the last step."""
+    kinds = {"meter": "Meter"}
+    was = [States(8, {"meter.sum": "#8"}, {}, kinds), States(STEPS - 1, {"meter.sum": "#9"}, {}, kinds)]
+    now = [States(0, {"meter.sum": "#0"}, {}, kinds), States(STEPS - 9, {"meter.sum": at_the_end}, {}, kinds)]
+    assert causes(noticed(8, save(8)), resumed(8, now), of=undisturbed(was)) == ([cause] if cause else [])
+
+
+def test_a_scheduler_that_does_not_continue() -> None:
+    of = undisturbed()
+    falling = Undisturbed(*(Trial([start([HANDLER], steps(0, STEPS, rates=("0.1",)))]),) * 2)
+    assert causes(noticed(8, save(8)), resumed(8), of=falling) == [Cause.SCHEDULER_NOT_RESTORED]
+    again = [replace(made, rates=(f"0.{made.local:02}",)) for made in steps(8, STEPS) if isinstance(made, StepMade)]
+    second = start([HANDLER, Loaded(FILE, 0)], again)
+    assert causes(noticed(8, save(8)), second, of=of) == [Cause.WARMUP_RESTARTED]
+
+
+@pytest.mark.parametrize(
+    ("at", "samples", "loss", "cause"),
+    [
+        (12, (2, 102), "1", Cause.SAMPLER_EPOCH_NOT_RESTORED),
+        (12, (10, 110), "1", Cause.POSITION_NOT_RESTORED),
+        (12, (77, 78), "1", Cause.GENERATOR_NOT_RESTORED),
+        (12, (12, 112), "1", Cause.GENERATOR_NOT_RESTORED),
+        (12, (12, 112), "12.5", None),
+    ],
+)
+def test_the_samples_and_the_loss_of_a_restart(
+    at: int, samples: tuple[int, ...], loss: str, cause: Cause | None
+) -> None:
+    """Epochs have ten steps."""
+    later = start([HANDLER, Loaded(FILE, 0)], steps(at, at + 1, samples=samples, loss=loss), steps(at + 1, STEPS))
+    assert causes(noticed(at, save(at)), later) == ([cause] if cause else [])
+
+
+def test_a_file_that_every_rank_writes() -> None:
+    whole = start([HANDLER], steps(0, STEPS), save(EVERY))
+    both = replace(whole, facts={0: whole.facts[0], 1: whole.facts[0]})
+    assert causes(noticed(8, save(8)), resumed(8), of=Undisturbed(Trial([both]), Trial([both]))) == [
+        Cause.SAVES_ON_EVERY_RANK
+    ]
+
+
+def test_what_an_interrupted_save_leaves_counts_at_the_end_of_the_run() -> None:
+    left = resumed(8, files={"/run/last.pt.tmp": 1, FILE: 1})
+    assert causes(noticed(8, save(8)), left) == [Cause.FILES_LEFT]
+    gone = replace(noticed(8, save(8)), files={"/run/last.pt.tmp": 1, FILE: 1})
+    assert causes(gone, resumed(8)) == []
+
+
+def test_another_final_result_without_a_cause_is_a_finding() -> None:
+    differs = resumed(8)
+    last = differs.steps()[-1]
+    facts = [*differs.facts[0][:-1], replace(last, after="other")]
+    assert causes(noticed(8, save(8)), replace(differs, facts={0: facts, 1: facts})) == [Cause.STATE_NOT_RESTORED]
+
+
+def test_two_undisturbed_runs_that_differ_are_not_repeatable() -> None:
+    one = Trial([start(steps(0, 5))])
+    assert first_unlike(one, one) is None
+    assert first_unlike(one, Trial([start(steps(0, 3), steps(3, 5, loss="9"))])) == 3
+    assert first_unlike(one, Trial([start(steps(0, 4))])) == 4
+
+
+def test_the_worst_finding_comes_first() -> None:
+    assert [cause.rank for cause in (Cause.NEW_FOLDER, Cause.EMA_NOT_RESTORED, Cause.NO_HANDLER, Cause.FILES_LEFT)] == [
+        Rank.LOSES_WORK,
+        Rank.WRONG_RESULT,
+        Rank.REPEATS_WORK,
+        Rank.UNTIDY,
+    ]
+
+
+# --- the places
+
+
+def test_a_step_is_disturbed_where_a_lost_step_shows() -> None:
+    """After a checkpoint, and not right after one."""
+    script = Script.of(start(steps(0, STEPS), save(EVERY), save(10), save(15)))
+    after = script.stimulus(Disturbance.STEP, 5.0).after
+    assert EVERY < after < STEPS and not {after - 1, after, after + 1} & {10, 15}
+
+
+def test_what_a_script_does_not_do_is_not_tried() -> None:
+    script = Script.of(start(steps(0, STEPS, samples=(), epoch_begins=False), [Cut(STEPS)]))
+    not_tried = {one for one in Disturbance if script.why_not(one) is not None}
+    assert not_tried == {
+        Disturbance.EVALUATION, Disturbance.SAVE, Disturbance.AFTER_SAVE, Disturbance.EPOCH_END, Disturbance.LAST_STEP,
+        Disturbance.SHORT_NOTICE, Disturbance.FULL_DISK, Disturbance.WORKERS,
+    }  # fmt: skip
+
+
+def test_facts_and_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Without a torn last line."""
+    facts = [*steps(0, 2), *save(1), HANDLER, Reached(Place.SAVE, 1, None, "x")]
+    file = tmp_path / "facts"
+    file.write_bytes(b"".join(map(to_line, facts)) + b'{"fact": "step_ma')
+    assert list(read_facts(file)) == facts
+    orders = Orders("f", "s", 60, place=Place.SAVE, known={"w": 3})
+    assert Orders.from_json(orders.to_json()) == orders
