@@ -233,21 +233,34 @@ class World:
         if timeout is not None:
             at = self.now + timeout if timeout > 0.0 else self.now
             heappush(self._queue, (at, self._next(), None, thread, wait))
-            if self._is_next(thread, wait):
-                self.now = heappop(self._queue)[0]
-                self.events += 1
-                thread.wait = wait + 1
-                return
-        self._to_hub()
+        following = self._following()
+        if following is thread:
+            return
+        if following is None:
+            self._to_hub()
+        else:
+            following.switch()
         if self._over or not thread.process.alive:
             raise Killed
 
-    def _is_next(self, thread: Thread, wait: int) -> bool:
-        """Whether the thread that just began to wait is what happens next, so that `run` need not be asked."""
+    def _following(self) -> Thread | None:
+        """The thread that goes on as the next event, which then has begun. None if `run` has to decide what follows."""
+        if not self._queue or self.now >= self.look_at or self.violations:
+            return None
         event = self._queue[0]
-        if event[3] is not thread or event[2] is not None or event[4] != wait or event[0] > self._until:
-            return False
-        return self.now < self.look_at and not self.violations and thread.process.stopped_until <= event[0]
+        if event[2] is not None or event[0] > self._until:
+            return None
+        at: float = event[0]
+        thread: Thread = event[3]
+        wait: int = event[4]
+        if wait != thread.wait or not thread.process.alive or thread.process.stopped_until > at:
+            return None
+        heappop(self._queue)
+        self.now = at
+        self.events += 1
+        thread.wait += 1
+        self.thread = thread
+        return thread
 
     #: The calling thread does nothing for a while.
     sleep = park
