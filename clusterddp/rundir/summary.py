@@ -132,12 +132,13 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
     metrics, seconds = _metrics(run, history, wanted)
     step = _step(outcome, metrics, history)
     made, seconds = _made(run, history) if step is None else (None, seconds)
-    found, readable = _claims(run, problems) if outcome is None else ((), True)
+    found, readable, unread = _claims(run) if outcome is None else ((), True, ())
+    problems += unread
     claims = tuple(claim for claim in found if not claim.let_go)
     released = next((claim for claim in found if isinstance(claim, JobClaim)), None) if not claims else None
     newest = claims[0] if claims else None
     newest_job = newest.job if isinstance(newest, JobClaim) else None
-    in_sweep = os.path.lexists(run.path.parent / SWEEP_FILE)
+    in_sweep = os.path.lexists(f"{run.path.parent}/{SWEEP_FILE}")
     return Summary(
         run=run,
         name=f"{run.path.parent.name}/{run.path.name}" if in_sweep else run.path.name,
@@ -299,11 +300,13 @@ def _made(run: RunDirectory, history: _History) -> tuple[int | None, float | Non
     return newest.made, (newest.end - newest.begin) / steps if steps else None
 
 
-def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Claim, ...], bool]:
-    """Who may train the run or has released it, the newest claim first, and whether that could be read."""
+def _claims(run: RunDirectory) -> tuple[tuple[Claim, ...], bool, Sequence[str]]:
+    """Who may train the run or has released it, the newest claim first, whether that could be read, and which records
+    are damaged."""
     names = _names_in(run.private)
     if names is None:
-        return (), False
+        return (), False, ()
+    problems: list[str] = []
     numbers = sorted((int(name[8:]) for name in names if re.fullmatch(r"attempt-\d{1,18}", name)), reverse=True)
     found: list[Claim] = []
     seen: list[int] = []
@@ -318,7 +321,7 @@ def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Claim, ...], 
     if "loop.json" in names and not any(isinstance(claim, JobClaim) for claim in found):
         loop = _tried(partial(read_claim, run.loop_file, run), problems)
         found += [replace(loop, loop=True)] if isinstance(loop, ProcessClaim) else []
-    return tuple(found), True
+    return tuple(found), True, problems
 
 
 def _tried(read: Callable[[], _T], problems: list[str]) -> _T | None:

@@ -327,8 +327,7 @@ def _replace(value: Any, /, **changes: Any) -> Any:
     if not _is_plain(kind):  # type: ignore[arg-type]
         return dataclasses.replace(value, **changes)
     made = object.__new__(kind)
-    made.__dict__.update(value.__dict__)
-    made.__dict__.update(changes)
+    made.__dict__.update(value.__dict__, **changes)
     return made
 
 
@@ -422,6 +421,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
         return None if found is None else _replace(found, run_time_s=seconds(ran))
 
     seconds = lru_cache(4096)(commands._seconds)
+    yield queue, "parse_queue", lru_cache(1024)(queue.parse_queue)
     yield commands, "unix_time", lambda text, near=None: time_of(text)
     yield commands, "_seconds", seconds
     yield commands, "parse_job", job
@@ -439,6 +439,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield RunDirectory, "events", _of_run("events", list, LINES)
     yield RunDirectory, "outcome", _of_run("outcome", _same, FILES)
     yield summary, "_History", _of_run("ends", _same, LINES, summary._History)
+    yield summary, "_claims", _of_run("claims", _same, CLAIMS, summary._claims)
     for name in ("attempt_logs", "attempt_private", "holder_file", "control_file", "resume_record"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
 
