@@ -173,7 +173,7 @@ def test_the_replay_fails_for_each_fsync_that_is_left_out(stories: Stories, repl
     syncs = [call for call in changing(recording, stories.place) if call.name == "fsync"]
     harmless = [
         f"{number}: {sync}"
-        for number, sync in enumerate(syncs)
+        for number, sync in some([*enumerate(syncs)], 2)
         if not any(replay.problems([item for item in recording if item is not sync]))
     ]
     print(f"{len(syncs)} left out")

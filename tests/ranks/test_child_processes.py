@@ -220,6 +220,7 @@ else:
 """
 
 
+@pytest.mark.product  # unit/test_environment.py has inherited variables
 def test_a_process_that_inherited_a_ranks_variables_is_no_second_rank(tmp_path: Path) -> None:
     """A child of a rank gets an error. A job that a rank submits, and the ranks of a launcher in it, count alone.
 

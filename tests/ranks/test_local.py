@@ -432,6 +432,7 @@ def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
     assert run.outcome() is None
 
 
+@pytest.mark.product  # the tests of full disks are below
 def test_ctrl_c_saves_although_the_loop_cannot_write(run: RunDirectory) -> None:
     """On a full disk nobody can tell the supervisor why the ranks stop; the ranks save where they can."""
     process = start(run, *TRAINING, *whole(0.02))

@@ -14,6 +14,7 @@ from tests.trainings import Training, events_of
 from tests.waiting import story
 
 
+@pytest.mark.product  # unit/test_booking.py books waits, make soak-booking a whole run
 def test_queue_and_hold_are_booked_as_slurm_had_them(cluster: Cluster, runs: Path) -> None:
     """A preempted run is requeued; `Training` lifts the hold. Slurm's times are whole seconds."""
     submitted = time.time()

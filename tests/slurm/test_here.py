@@ -29,6 +29,7 @@ def salloc(cluster: Cluster, command: list[str], **options: object) -> subproces
     return cluster.popen(words, cwd=cluster.source, **pipes, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.product  # the next test preempts an attempt here
 def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_resumes(cluster: Cluster, runs: Path) -> None:
     """All ranks save within the grace; Slurm starts nothing again, and the run is continued by hand, in a batch job."""
     run = RunDirectory(runs / "run")

@@ -120,7 +120,7 @@ def test_clusterddp_cancel_ends_a_pending_run_for_good(cluster: Cluster, runs: P
     assert (outcome["state"], outcome["attempts"]) == ("cancelled", 0)
 
 
-@pytest.mark.product  # test_here.py continues a run by job.sbatch
+@pytest.mark.product  # test_fencing.py starts the file of a run by hand
 def test_job_sbatch_by_hand_starts_continues_and_completes_the_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory
 ) -> None:

@@ -222,6 +222,7 @@ def test_scancel_in_the_hold_is_final(cluster: Cluster, runs: Path) -> None:
     assert f"(job {training.job_id} ended: CANCELLED)" in shown
 
 
+@pytest.mark.product  # the test above has one in the hold, test_main_job.py one in training
 def test_scancel_within_the_grace_is_final(cluster: Cluster, runs: Path) -> None:
     """The ranks still save when it comes: the supervisor requeues nothing."""
     training = Training.submit(cluster, runs, "--moments", "first step")
