@@ -112,9 +112,10 @@ class SubmissionForbidden(SlurmError):
 
 
 class SlurmMissing(SlurmUnavailable):
-    """A Slurm command is not on PATH. A retry does not help. ``remedy``: what to do on a login node."""
+    """A Slurm command is not on PATH. A retry does not help."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
+        """``remedy``: what to do on a login node."""
         super().__init__(f"{problem}. {remedy}" if remedy else problem)
         self.problem = problem
 
