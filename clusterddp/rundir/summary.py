@@ -77,6 +77,8 @@ class Summary:
     """How many attempts started their ranks."""
     ends: tuple[str, ...] = ()
     """Why attempts ended, oldest first; of a very long history, the newest."""
+    cause: str | None = None
+    """Why the ranks of the last of these were stopped: the value of a ``run_states.Cause``. None if the run is over."""
     stopped: bool = False
     """Whether the newest attempt has recorded that the run waits for its user, and why."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -149,6 +151,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         steps=history.steps,
         attempts=history.attempts,
         ends=history.ends,
+        cause=history.cause,
         stopped=history.stopped,
         metrics=metrics,
         saved=history.saved,
@@ -181,7 +184,9 @@ class _History:
         events = RunView([*_events(_named(beginning)), *late], partial=bool(beginning))
         self.attempts = events.attempts_made
         self.begun = {event.attempt: event.step for event in events.all(Beginning)}
-        self.ends = tuple(event.reason for event in late if isinstance(event, (Continues, Failed, Cancelled)))
+        ends = [event for event in late if isinstance(event, (Continues, Failed, Cancelled))]
+        self.ends = tuple(event.reason for event in ends)
+        self.cause = ends[-1].cause if ends and isinstance(ends[-1], Continues) else None
         newest = RunView(late)
         last = newest.with_ranks[-1].last(Stopped) if newest.with_ranks else None
         self.stopped = last is not None and last.then != BY_SLURM

@@ -289,7 +289,7 @@ def _states(sweep: Sweep) -> dict[str, str]:
 def _state(summary: Summary, seen: RunState) -> str:
     if seen.word in ("pending", "held", "running"):
         return "held"
-    if (seen.word, seen.reason) == ("stopped", STOPPED_BY_USER):
+    if seen.by_user:
         return STOPPED_BY_USER
     return "missing" if seen.word == "stopped" and not summary.attempts else seen.word
 

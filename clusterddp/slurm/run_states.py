@@ -112,6 +112,8 @@ class RunState:
     """What a user can do about a run that waits."""
     job: QueuedJob | None = None
     """Slurm's record of the newest job, if it has one."""
+    by_user: bool = False
+    """Whether the run is stopped because its user asked for that."""
     log: tuple[str, ...] = ()
     """The end of the log of a job that did not record why it ended. Its last line is in ``reason``, too."""
 
@@ -189,7 +191,7 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
         unrecorded = unrecorded_end(summary.run, summary.job_id, None if job is None else job.state)
         if job is not None or unrecorded.lines:
             return RunState("stopped", unrecorded.reason, summary.job_id, job=job, log=unrecorded.lines)
-    return RunState("stopped", _why_stopped(summary, job), summary.job_id, job=job)
+    return RunState("stopped", _why_stopped(summary, job), summary.job_id, job=job, by_user=_user_stopped(summary))
 
 
 def _of_job(
@@ -226,10 +228,15 @@ def _of_process(summary: Summary, claim: ProcessClaim) -> RunState | None:
     return RunState("running", words, nodes=summary.nodes)
 
 
+def _user_stopped(summary: Summary) -> bool:
+    """Whether the run's last attempt ended because its user stopped it."""
+    return summary.cause == Cause.STOP_REQUESTED.value
+
+
 def _why_stopped(summary: Summary, job: QueuedJob | None) -> str:
     """How the run's last job or attempt ended. The user's own request takes precedence over Slurm's record."""
-    if summary.ends and summary.ends[-1] == Cause.STOP_REQUESTED.value:
-        return summary.ends[-1]
+    if _user_stopped(summary):
+        return Cause.STOP_REQUESTED.value
     if job is not None and not job.live:
         return f"job {job.job_id} ended: {job.state}"
     if summary.ends:
