@@ -47,10 +47,10 @@ exec unshare --user --map-root-user --mount bash -c '
 
 def install_apptainer(cluster: Cluster, folder: Path) -> Path:
     """Makes ``apptainer`` in a folder, and returns the path of an image."""
-    code = "import sys, torch; print(torch.__path__[0]); print(f'python{sys.version_info[0]}.{sys.version_info[1]}')"
-    torch, version = subprocess.check_output([cluster.python, "-c", code], text=True).split()
+    code = "from importlib.util import find_spec; import sys; print(find_spec('torch').origin, *sys.version_info[:2])"
+    torch, *version = subprocess.check_output([cluster.python, "-c", code], text=True).split()
     program, image = folder / "apptainer", folder / "image"
-    program.write_text(APPTAINER.format(packages=Path(torch).parent, version=version))
+    program.write_text(APPTAINER.format(packages=Path(torch).parents[1], version=f"python{'.'.join(version)}"))
     program.chmod(0o755)
     image.mkdir()
     return image

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,21 +19,25 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.conftest import Clusters
+from tests.image import install_apptainer
 from tests.runs_on_disk import outcome_of
 from tests.trainings import Training, events_of
 from tests.waiting import story, wait_for_outcome
 
 #: Where the ranks of the first attempt wait for a preemption, and the end.
 STOP, STEPS = 3, 6
+SCRIPT = "tests/scripts/counts_together.py"
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What a cluster has, what a user writes into the configuration file, and what the user's shell exports."""
+    """What a cluster has, what a user writes into the configuration file, and what the user's shell exports. ``image``:
+    whether the ranks run in an image without clusterddp."""
 
     cluster: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    image: bool = False
 
 
 OBSTACLES = {
@@ -47,13 +52,17 @@ OBSTACLES = {
     "slurm.conf elsewhere": Obstacle({"conf_elsewhere": True}),
     "two threads per core": Obstacle({"threads": 2}, {"sbatch": {"hint": "nomultithread"}}),
     "a home of its own": Obstacle({"private_home": True}),
+    "an image": Obstacle(image=True),
 }
 
 
 def together(*obstacles: Obstacle) -> Obstacle:
     """All at once."""
-    parts = ("cluster", "defaults", "environment")
-    return Obstacle(*({key: value for one in obstacles for key, value in getattr(one, part).items()} for part in parts))
+    cluster, defaults, environment = (
+        {key: value for one in obstacles for key, value in getattr(one, part).items()}
+        for part in ("cluster", "defaults", "environment")
+    )
+    return Obstacle(cluster, defaults, environment, any(one.image for one in obstacles))
 
 
 EVERYTHING = together(*OBSTACLES.values())
@@ -67,13 +76,27 @@ def site(obstacle: Obstacle, clusters: Clusters) -> Cluster:
     """A cluster of two nodes with the obstacle. The user's configuration file says what the site's pages do."""
     standard = ClusterConfig(cpus=4, slurmdbd=False, release=Clusters.standard.release)
     cluster = clusters.get(replace(standard, **obstacle.cluster))
-    section = {"clusters": {"clusterddp": {"env": {"GREETING": "hello"}, **obstacle.defaults}}}
+    values = {"env": {"GREETING": "hello"}, **obstacle.defaults, **(image_of(cluster) if obstacle.image else {})}
+    section = {"clusters": {"clusterddp": values}}
     file = Path(cluster.environment["HOME"], ".config", "clusterddp", "config.yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(section))
     for path in (file, *file.parents[:2]):
         os.chown(path, cluster.uid, -1)
     return cluster
+
+
+def image_of(cluster: Cluster) -> dict[str, Any]:
+    """An image that has neither clusterddp nor the checkout, and what a user writes about it."""
+    folder = Path(tempfile.mkdtemp(prefix="image-", dir=cluster.scratch))
+    image = install_apptainer(cluster, folder)
+    for path in (folder, image):
+        path.chmod(0o755)
+        os.chown(path, cluster.uid, -1)
+    scripts = str(cluster.source / "tests/scripts")
+    variables = {"GREETING": "hello", "APPTAINER_IMAGE": str(image), "APPTAINER_BIND": scripts}
+    wrapper = str(cluster.source / "slurm/apptainer-python")
+    return {"python": wrapper, "env": variables, "setup": [f"export PATH={folder}:$PATH"]}
 
 
 def submit(
@@ -85,10 +108,11 @@ def submit(
     check: bool = True,
 ) -> str:
     """Submits ``tests/scripts/counts_together.py`` with one short command. Returns what that printed: the job id."""
-    command = [cluster.python, "-m", "clusterddp", "submit", "tests/scripts/counts_together.py", *options]
+    command = [cluster.python, "-m", "clusterddp", "submit", cluster.source / SCRIPT, *options]
     shape = ["--nodes", "2", "--gpus", "2", "--run-dir", run.path, "--set", "steps=off"]
     words = [*command, *shape, "--", counted, STEPS, STOP]
-    return cluster.run(words, cwd=cluster.source, env=obstacle.environment, check=check).stdout.strip()
+    environment = {"PYTHONPATH": str(cluster.source), **obstacle.environment}
+    return cluster.run(words, cwd=run.path.parent, env=environment, check=check).stdout.strip()
 
 
 @pytest.mark.parametrize("obstacle", CASES)
@@ -104,6 +128,7 @@ def test_a_run_of_two_nodes_is_preempted_and_completes(
     training.preempt()
     assert training.finish() == "completed", story(training.run)
     assert (counted.read_text(), len(training.run.attempts())) == (str(STEPS), 2), story(training.run)
+    assert training.run.package_file.exists() == obstacle.image  # the image has no clusterddp
     network = cluster.rank_address if cluster.config.rank_network else cluster.address
     logs = training.run.attempt_logs(1)
     for rank in range(4):
