@@ -109,6 +109,8 @@ test-24.11: .venv/ready slurm
 test-product: .venv/integrations slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest \
 		$$(grep -rlE 'mark\.product|CLUSTERDDP_TEST_PRODUCT' tests --include='test_*.py' | grep -v ^tests/browser/)
+	.venv/bin/python -m tests.cluster install --release sid
+	CLUSTERDDP_TEST_PRODUCT=1 CLUSTERDDP_TEST_RELEASE=sid .venv/bin/python -m pytest tests/slurm/test_hostile_site.py
 
 .venv/browser: .venv/ready .venv/docs
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'
