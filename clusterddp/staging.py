@@ -65,8 +65,8 @@ class Packed:
     """An environment in one file.
 
     ``name``: of its content. ``python``: its interpreter, relative to ``prefix``. ``size``: the file's, in bytes.
-    ``files``: how many there are in it. ``editable``: the packages that stay where they are. ``watched``: what an
-    installation of a package changes, and ``state`` how it was.
+    ``files``: how many there are in it, apart from compiled modules. ``editable``: the packages that stay where they
+    are. ``watched``: what an installation of a package changes, and ``state`` how it was.
     """
 
     archive: str
@@ -183,10 +183,8 @@ def listing(top: Path) -> tuple[str, int]:
     Python adds as it needs them, do not count.
     """
     digest, files = hashlib.sha256(), 0
-    for relative, status in _entries(top):
+    for relative, status in _entries(top, compiled=False):
         files += 1
-        if "__pycache__" in relative.split("/"):
-            continue
         what = "/"
         if stat.S_ISLNK(status.st_mode):
             what = f"-> {_target(top, relative)}"
@@ -198,9 +196,9 @@ def listing(top: Path) -> tuple[str, int]:
     return digest.hexdigest()[:32], files
 
 
-def _entries(top: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _entries(top: Path, compiled: bool = True) -> Iterator[tuple[str, os.stat_result]]:
     """All paths below a folder, relative to it, in a fixed order. Other environments of conda, and the packages that it
-    has downloaded, are left out."""
+    has downloaded, are left out. ``compiled``: whether compiled modules are listed, too."""
     left_out = ("pkgs", "envs") if (top / "conda-meta").is_dir() else ()
     folders = [""]
     while folders:
@@ -208,7 +206,7 @@ def _entries(top: Path) -> Iterator[tuple[str, os.stat_result]]:
         with os.scandir(top / folder) as found:
             items = sorted(found, key=lambda item: item.name)
         for item in items:
-            if folder == "" and item.name in left_out:
+            if (folder == "" and item.name in left_out) or (item.name == "__pycache__" and not compiled):
                 continue
             yield f"{folder}{item.name}", item.stat(follow_symlinks=False)
             if item.is_dir(follow_symlinks=False):

@@ -197,6 +197,11 @@ class Cluster:
         """Runs a program as root in the node's network."""
         return self.root(["nsenter", f"--net={network.namespace(self._state.site.root, node)}", *argv])
 
+    def in_mounts(self, node: str, argv: Sequence[str]) -> Output:
+        """Runs a program as root where it sees, and mounts, what the node's jobs see."""
+        slurmd = self._state.daemons[f"slurmd-{node}"].pid
+        return self.root(["nsenter", f"--mount=/proc/{slurmd}/ns/mnt", *argv])
+
     def rank_address(self, node: str) -> str:
         """That on its second network."""
         return self._state.site.rank_address(node)

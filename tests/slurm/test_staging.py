@@ -1,7 +1,8 @@
-"""The environment of the ranks on a disk of each node, on a real Slurm. Its nodes share their file systems."""
+"""The environment of the ranks on a disk of each node, on a real Slurm. Its nodes share file systems by default."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,17 @@ SCRIPT = "import sys, torch; print(sys.prefix, torch.__file__)"
 
 def submit(cluster: Cluster, runs: Path, *more: str) -> tuple[RunDirectory, Path]:
     """A script with an environment of its own, in which clusterddp is an editable install."""
-    run, prefix = RunDirectory(runs / "run"), runs / "env"
+    prefix = runs / "env"
     python = environments.make(prefix)
     site = Path(cluster.run([cluster.python, "-c", "import numpy; print(numpy.__path__[0])"]).stdout.strip()).parent
     (environments.packages_of(prefix) / "more.pth").write_text(f"{cluster.source}\n{site}\n")
-    (runs / "disk").mkdir()
+    return submit_with(cluster, runs, python, *more), prefix
+
+
+def submit_with(cluster: Cluster, runs: Path, python: Path, *more: str, name: str = "run") -> RunDirectory:
+    """The script with this interpreter."""
+    run = RunDirectory(runs / name)
+    (runs / "disk").mkdir(exist_ok=True)
     (runs / "disk").chmod(0o1777)
     (runs / "train.py").write_text(SCRIPT)
     (runs / "job.yaml").write_text(
@@ -28,8 +35,8 @@ def submit(cluster: Cluster, runs: Path, *more: str) -> tuple[RunDirectory, Path
         f"stage: ${{DISK}}\nsetup: export DISK={runs}/disk\n"
     )
     command = [cluster.python, "-m", "clusterddp.submit", runs / "job.yaml", "--run-dir", run.path, *more]
-    cluster.run(command, cwd=cluster.source)
-    return run, prefix
+    cluster.run(command, cwd=cluster.source, timeout=300)
+    return run
 
 
 def prefixes(run: RunDirectory) -> set[str]:
@@ -72,3 +79,61 @@ def test_an_environment_that_changed_in_the_queue_is_used_as_it_is(cluster: Clus
     (unstaged,) = (event for event in run.events() if event["event"] == "unstaged")
     assert prefixes(run) == {str(prefix)} and "has changed since it was packed" in unstaged["why"]
     assert not list((runs / "disk").iterdir())
+
+
+@pytest.fixture
+def disks(cluster: Cluster, runs: Path) -> Iterator[Callable[[Mapping[str, str]], Path]]:
+    """Gives nodes disks of their own, of these sizes, at one path."""
+    disk, mounted = runs / "disk", list[str]()
+
+    def mount(sizes: Mapping[str, str]) -> Path:
+        disk.mkdir()
+        for node, size in sizes.items():
+            cluster.in_mounts(node, ["mount", "-t", "tmpfs", "-o", f"mode=1777,size={size}", "none", str(disk)])
+            mounted.append(node)
+        return disk
+
+    yield mount
+    for node in mounted:
+        cluster.in_mounts(node, ["umount", "--lazy", str(disk)])
+
+
+@pytest.mark.product
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", [environments.with_torch, environments.prefix_with_torch])
+def test_nodes_with_disks_of_their_own_unpack_a_real_torch_once(
+    layout: Callable[[Path], Path],
+    cluster: Cluster,
+    runs: Path,
+    disks: Callable[[Mapping[str, str]], Path],
+) -> None:
+    """From a virtual environment, and from an interpreter with a standard library of its own, as conda has it. Another
+    run then finds the copies."""
+    disk = disks(dict.fromkeys(cluster.nodes, "2g"))
+    python = layout(runs / "env")
+    on = ["--nodes", "2", "--gpus", "1", "--set", "nodelist=n1,n2"]
+    for name, unpacked in (("first", ["n1", "n2"]), ("second", [])):
+        run = submit_with(cluster, runs, python, *on, name=name)
+        assert wait_for_outcome(run, 300) == "completed", story(run)
+        (staged,) = (event for event in run.events() if event["event"] == "staged")
+        assert sorted(staged["unpacked"]) == unpacked and prefixes(run) == {staged["folder"]}
+        assert Path(staged["folder"]).is_relative_to(disk)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("fault", ["full", "absent"])
+def test_a_disk_that_one_node_lacks_is_named_and_the_shared_environment_used(
+    fault: str, cluster: Cluster, runs: Path, disks: Callable[[Mapping[str, str]], Path]
+) -> None:
+    """No node keeps an incomplete copy, and none is held."""
+    disk = disks({**dict.fromkeys(cluster.nodes, "100m"), "n2": "64k" if fault == "full" else "100m"})
+    if fault == "absent":
+        cluster.in_mounts("n1", ["install", "--directory", "--mode=1777", f"{disk}/local"])
+    stage = ["--set", f"stage={disk}{'/local' if fault == 'absent' else ''}"]
+    run, prefix = submit(cluster, runs, "--nodes", "2", "--gpus", "1", "--set", "nodelist=n1,n2", *stage)
+    assert wait_for_outcome(run) == "completed", story(run)
+    (unstaged,) = (event for event in run.events() if event["event"] == "unstaged")
+    assert unstaged["node"] == "n2" and prefixes(run) == {str(prefix)}
+    assert ("No space left" if fault == "full" else "is not a folder") in unstaged["why"]
+    for node in ("n1", "n2"):
+        assert "tmp" not in cluster.in_mounts(node, ["find", str(disk), "-name", "*.tmp"]).stdout

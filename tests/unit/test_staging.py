@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from clusterddp import staging
 from clusterddp.errors import UsageError
 from clusterddp.staging import NotStaged, Packed, changed, copy_of, listing, pack, unpack
+from clusterddp.supervisor.node_task import Plan
 from tests import environments
 
 
@@ -273,6 +275,58 @@ print(time.monotonic() - began)
 def calls_on(place: str, trace: Path) -> int:
     """How many system calls with a path, such as open and stat, were made below it."""
     return sum(f'"{place}' in line for line in trace.read_text(errors="replace").splitlines())
+
+
+#: What each start has, and what one of a copy has besides: the supervisor's look, and the process of the node.
+SUPERVISOR = "import clusterddp.supervisor.main"
+RANK = "import clusterddp, torch; layer = torch.nn.Linear(8, 8); layer(torch.ones(2, 8)).sum().backward()"
+LOOK = """\
+import json, sys
+from clusterddp.codec import read
+from clusterddp.staging import Packed, changed
+assert changed(read(Packed, json.load(open(sys.argv[1]))["packed"])) is None
+"""
+
+
+@pytest.mark.product
+@pytest.mark.timeout(1200)
+def test_a_second_start_costs_at_most_1_2_times_that_from_a_local_disk(
+    tmp_path: Path, node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of CPU time, of the supervisor, one process of the node and one rank, which imports torch and makes a step. The
+    environment has a real torch and more than 30,000 files."""
+    python = environments.with_torch(tmp_path / "env", environments.LARGE)
+    packed = pack(str(python), tmp_path / "runs")
+    assert sum(len(files) for _, _, files in os.walk(tmp_path / "env")) > 30_000
+    plan, source = tmp_path / "plan.json", str(Path(staging.__file__).parents[1])
+    plan.write_text(json.dumps(dataclasses.asdict(Plan((), 600.0, str(node), packed))))
+    environ = {**os.environ, "PYTHONPATH": source, "SLURMD_NODENAME": "n1"}
+
+    def cost(*commands: list[str]) -> float:
+        """In seconds."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        for command in commands:
+            with plan.open() as given:
+                subprocess.run(command, stdin=given, env=environ, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    supervisor = [sys.executable, "-c", SUPERVISOR]
+    setup = [
+        [sys.executable, "-c", f"{SUPERVISOR}\n{LOOK}", str(plan)],
+        [sys.executable, "-m", "clusterddp.supervisor.node_task"],
+    ]
+    first = cost(*setup)
+    copied = str(copy_of(packed, node) / packed.python)
+    local, staged = [], []
+    for _ in range(7):
+        local.append(cost(supervisor, [str(python), "-c", RANK]))
+        staged.append(cost(*setup, [copied, "-c", RANK]))
+    ratios = sorted(ours / theirs for ours, theirs in zip(staged, local, strict=True))
+    with capsys.disabled():
+        print(f"\n{packed.files} files, {packed.size / 1e9:.2f} GB: unpacked in {first:.1f} s of CPU time")
+        print(f"local {sorted(local)}, staged {sorted(staged)}, ratios {ratios}")
+    assert ratios[len(ratios) // 2] <= 1.2
 
 
 @pytest.mark.product
