@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS, WRONG_USAGE
+from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS
 from clusterddp.rehearsal.confinement import is_available
 from tests.cli import REPOSITORY, clusterddp
 
@@ -74,21 +74,3 @@ def test_writes_outside_the_copy_are_refused(tmp_path: Path) -> None:
     (tmp_path / "writes" / "train.py").write_text(script)
     clusterddp("rehearse", "train.py", "--gpus", 1, code=1, cwd=tmp_path / "writes")
     assert list(outside.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--only", "lunch"],
-        ["--only", "step", "--at", "5"],
-        ["--at", "("],
-        ["--notice", "0"],
-        ["--gpus", "0"],
-        ["--steps", "1"],
-        ["--output", "nowhere"],
-    ],
-)
-def test_wrong_options_start_nothing(tmp_path: Path, words: list[str]) -> None:
-    shutil.copy(SCRIPT, tmp_path / "train.py")
-    clusterddp("rehearse", "train.py", *words, code=WRONG_USAGE, cwd=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli.command_line import command
+from clusterddp.errors import UsageError
 from clusterddp.rehearsal.comparison import Result, first_unlike, result_of, resumes
 from clusterddp.rehearsal.disturbances import Disturbance, Script
 from clusterddp.rehearsal.facts import (
@@ -30,6 +32,7 @@ from clusterddp.rehearsal.facts import (
 )
 from clusterddp.rehearsal.findings import Cause, Rank, Undisturbed, diagnose
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial
+from tests.wording import raises
 
 STEPS, EVERY, FILE = 20, 5, "/run/last.pt"
 SCRIPT = "/run/train.py"
@@ -341,3 +344,31 @@ def test_facts_and_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert list(read_facts(file)) == facts
     orders = Orders("f", "s", 60, place=Place.SAVE, known={"w": 3})
     assert Orders.from_json(orders.to_json()) == orders
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--only", "lunch"],
+        ["--only", "step", "--at", "5"],
+        ["--at", "("],
+        ["--notice", "0"],
+        ["--gpus", "0"],
+        ["--steps", "1"],
+        ["--limit", "0"],
+        ["--output", "nowhere"],
+    ],
+)
+def test_wrong_options_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
+    monkeypatch.chdir(tmp_path)
+    with raises(UsageError):
+        command(["rehearse", "train.py", *words])
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_script_that_uses_clusterddp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import clusterddp\n")
+    monkeypatch.chdir(tmp_path)
+    with raises(UsageError):
+        command(["rehearse", "train.py"])
