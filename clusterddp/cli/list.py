@@ -403,10 +403,10 @@ def _how_to_export(winner: Best) -> str:
     """The export command. If the run keeps its best checkpoint by the same metric, also that checkpoint."""
     command = f"clusterddp export {shlex.quote(as_typed(winner.run.path))}"
     kept = best_saved(winner.run.history())
-    if kept is None or kept["metric"] != winner.metric:
+    if kept is None or kept.metric != winner.metric:
         return f"Export it with: {command} model.safetensors"
-    value = f"{kept['value']:.6g}" if isinstance(kept["value"], float) else kept["value"]
-    return f"Its best value is {value} at checkpoint {kept['step']}. Export it with: {command} best model.safetensors"
+    value = f"{kept.value:.6g}" if isinstance(kept.value, float) else kept.value
+    return f"Its best value is {value} at checkpoint {kept.step}. Export it with: {command} best model.safetensors"
 
 
 def _print_csv(rows: Sequence[Row], metrics: Sequence[str]) -> None:

@@ -183,7 +183,7 @@ def _own_checkpoint(summary: Summary, history: RunView, now: float) -> Sequence[
 def _best(history: RunView) -> Sequence[Fact]:
     """The best checkpoint, with its number for ``export``."""
     best = best_saved(history)
-    return [] if best is None else [("best", f"{_values({best['metric']: best['value']})}, checkpoint {best['step']}")]
+    return [] if best is None else [("best", f"{_values({best.metric: best.value})}, checkpoint {best.step}")]
 
 
 def _gpus(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from clusterddp.rundir import json_lines, records, schemas
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.progress import main_metric
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import Summary, best_saved
+from clusterddp.rundir.summary import BestSaved, Summary, best_saved
 from clusterddp.rundir.timing import Timings, read_timings
 from clusterddp.slurm.run_states import OVER, RunState
 
@@ -163,9 +164,9 @@ def _absent(run: RunDirectory, history: RunView, metrics: Metrics, state: RunSta
     return found
 
 
-def _main_first(found: list[dict[str, Any]], saved: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def _main_first(found: list[dict[str, Any]], saved: BestSaved | None) -> list[dict[str, Any]]:
     """The metric by which the run is judged comes first: that of its best checkpoint, else the loss."""
-    main = saved["metric"] if saved else main_metric({one["name"]: one for one in found})
+    main = saved.metric if saved else main_metric({one["name"]: one for one in found})
     return sorted(found, key=lambda one: one["name"] != main)
 
 
@@ -215,7 +216,8 @@ def _checkpoints(history: RunView) -> dict[str, Any]:
     saved = history.all(Checkpoint)
     failed = len(history.all(CheckpointFailed)) + len(history.all(CheckpointDamaged))
     grid = Grid(event.step for event in saved)
-    found: dict[str, Any] = {"number": len(saved), "failed": failed, "newest": None, "best": best_saved(history)}
+    best = best_saved(history)
+    found: dict[str, Any] = {"number": len(saved), "failed": failed, "newest": None, "best": best and asdict(best)}
     if saved:
         found["newest"] = {name: getattr(saved[-1], name) for name in ("step", "attempt", "time")}
     for name in ("blocked_s", "durable_s", "bytes"):

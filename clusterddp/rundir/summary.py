@@ -354,17 +354,23 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-def best_saved(history: RunView) -> dict[str, Any] | None:
-    """The best checkpoint of the history that counts: its step, the metric and the value. None if there is none."""
-    found: list[tuple[int, Mapping[str, Any]]] = []
+@dataclass(frozen=True)
+class BestSaved:
+    """The checkpoint of a step, which is the best by a metric. ``value``: the metric's."""
+
+    step: int
+    metric: str
+    value: Any
+
+
+def best_saved(history: RunView) -> BestSaved | None:
+    """The best checkpoint of the history that counts. None if there is none."""
+    counted: list[BestSaved] = []
     for event in history:
         if isinstance(event, Checkpoint) and event.best:
-            found.append((event.step, event.best))
+            metric, value = list(event.best.items())[-1]
+            counted.append(BestSaved(event.step, metric, value))
         elif isinstance(event, Beginning):
-            while found and found[-1][0] > event.step:
-                found.pop()
-    if not found:
-        return None
-    step, best = found[-1]
-    metric, value = list(best.items())[-1]
-    return {"step": step, "metric": metric, "value": value}
+            while counted and counted[-1].step > event.step:
+                counted.pop()
+    return counted[-1] if counted else None

@@ -6,6 +6,7 @@ The JSON is what ``list --json`` and ``status --json`` print. docs/reference/run
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from clusterddp.failures import exclusion
@@ -42,13 +43,14 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
     job, history, now = load_resolved(run.job_file), run.history(), time.time()
     summary, state = looked_at(run)
     booking, made = booked(summary, state, history, now)
+    best = best_saved(history)
     intervals = intervals_of(run)
     return report(summary, state) | {
         "attempts": history.attempts_made,
         "job_name": job.name,
         "shape": job.shape,
         "code": code_of(run, history),
-        "best": best_saved(history),
+        "best": best and asdict(best),
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
         "excluded": exclusion.may_exclude(job, exclusion.left_out(history, now)),

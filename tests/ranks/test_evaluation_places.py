@@ -12,7 +12,7 @@ from torch import nn
 
 from clusterddp.checkpoint.store import of_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import best_saved
+from clusterddp.rundir.summary import BestSaved, best_saved
 from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.trainings import events_of
@@ -113,7 +113,7 @@ def test_a_best_value_behind_the_loop_is_in_the_history(tmp_path: Path) -> None:
     script, run = tmp_path / "last.py", RunDirectory(tmp_path / "run")
     script.write_text(LAST)
     ddp.run_alone(script, run, folder=tmp_path / "out")
-    assert best_saved(run.history()) == {"step": 3, "metric": "score", "value": 0.75}
+    assert best_saved(run.history()) == BestSaved(3, "score", 0.75)
     assert {one.step: one.metric("score") for one in of_run(run).candidates()} == {2: 0.5, 3: 0.75}
 
 

@@ -18,7 +18,7 @@ from clusterddp.cli.status import described
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import best_saved
+from clusterddp.rundir.summary import BestSaved, best_saved
 from clusterddp.runs import recording
 from clusterddp.training.saving import BestSoFar, with_best
 from tests.checkpoint_files import save
@@ -133,9 +133,9 @@ def test_status_and_list_name_the_best_by_the_number_that_export_takes(
     ]
     run = recorded_run(tmp_path / "run", events, metrics=[{"step": 29, "time": 1.0, "attempt": 0, "f1": 0.25}])
     assert "\nbest      f1 0.875, checkpoint 20\n" in described(run)
-    assert best_saved(view(events)) == {"step": 20, "metric": "f1", "value": 0.875}
+    assert best_saved(view(events)) == BestSaved(20, "f1", 0.875)
     resumed = event("resumed", 1, step=10, parent={"attempt": 0, "step": 10}, inexact=[])
-    assert best_saved(view([*events, resumed])) == {"step": 10, "metric": "f1", "value": 0.5}
+    assert best_saved(view([*events, resumed])) == BestSaved(10, "f1", 0.5)
     assert best_saved(view([*events, event("training", 1, step=0)])) is None
     (page,) = [run.path.parent / "page.html"]
     assert command(["report", str(run.path), "--output", str(page)]) == 0
