@@ -6,6 +6,7 @@ because it has no compiled code. The image has torch and numpy.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import zipfile
@@ -19,6 +20,12 @@ _PACKAGES = ("clusterddp", "yaml", "cloudpickle")
 
 def write_package(run: RunDirectory) -> None:
     """Writes the packages that this process imports."""
+    write_atomically(run.package_file, _packages())
+
+
+@functools.cache
+def _packages() -> bytes:
+    """Compressed once for all members of a sweep."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _PACKAGES:
@@ -27,4 +34,4 @@ def write_package(run: RunDirectory) -> None:
             folder = Path(spec.origin).parent
             for file in sorted(folder.rglob("*.py")):
                 archive.writestr(f"{name}/{file.relative_to(folder)}", file.read_bytes())
-    write_atomically(run.package_file, content.getvalue())
+    return content.getvalue()
