@@ -179,14 +179,11 @@ class Stopped(SystemExit):
             raise
     """
 
-    #: The newest one of this process. The rank stays stopped even if the script catches it and continues.
-    latest: ClassVar[Stopped | None] = None
-    #: Called with each new one. The rank then limits the time until the process ends.
+    #: Called with each new one, in a rank (``RankProcess.note_stops``).
     on_raised: ClassVar[Callable[[Stopped], None] | None] = None
 
     def __init__(self, step: int | None, reason: str) -> None:
         super().__init__(STOPPED)
-        Stopped.latest = self
         self.step = step
         self.reason = reason
         if Stopped.on_raised is not None:

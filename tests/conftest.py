@@ -22,6 +22,8 @@ from clusterddp import reporter
 from clusterddp.process import descendants
 from clusterddp.rundir import files
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import rank_process
+from clusterddp.worker.rank_process import RankProcess
 from tests import WITH_CLUSTER
 from tests.cluster import Cluster, ClusterConfig, daemons, unavailable
 from tests.histories import check_histories
@@ -87,6 +89,14 @@ class Clusters:
         if self._up is not None:
             self._up.down()
             self._up = None
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> RankProcess:
+    """The state of this process as a rank, without a supervisor. What a test sets in it is gone afterwards."""
+    made = RankProcess()
+    monkeypatch.setattr(rank_process, "_current", made)
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,8 @@ from clusterddp.training.settings import AttemptHistory
 from clusterddp.training.step_timing import Evaluations, step_times
 from clusterddp.training.stopping import Stopping, open_store
 from clusterddp.training.warm_start import Files
-from clusterddp.worker import control_channel, gpus, rank_exit
+from clusterddp.worker import rank_process
+from clusterddp.worker.rank_process import RankProcess
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -86,7 +87,7 @@ class ProgressLines:
 
     def line(self) -> str | None:
         """The line, if the loop runs and has completed a step since the last line."""
-        loop = rank_exit.training.loop
+        loop = rank_process.current().training.loop
         if loop is None or loop.left_at is not None:
             return None
         found = recent(self._metrics)
@@ -106,13 +107,10 @@ def begin(read: Settings, attempt: int) -> ProgressLines | None:
     """Only in a run's job. A local run's command shows the progress itself. Elsewhere, the script's launcher and its
     user decide what is printed."""
     directory, every_s = read.run_dir, read.job.progress_interval
-    ours = control_channel.supervised() and read.ranks.launcher != "local"
+    ours = rank_process.current().supervised and read.ranks.launcher != "local"
     if read.ranks.rank != 0 or not ours or directory is None or every_s is None:
         return None
     return ProgressLines(directory.metrics_file, attempt, every_s)
-
-
-_current: Context | None = None
 
 
 def init(
@@ -143,12 +141,12 @@ def init(
     LauncherEnvironmentError when the launcher's variables are contradictory or rank 0 cannot be reached. DeviceError
     when there are too few GPUs.
     """
-    global _current
-    if _current is not None:
+    process = rank_process.current()
+    if process.context is not None:
         raise RuntimeError("clusterddp.init() was already called in this process. Use the context that it returned")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.init() must be called in the main thread, because it installs signal handlers")
-    if script_loop.began():
+    if script_loop.began(process):
         raise RuntimeError("clusterddp.init() must come before the first clusterddp.stop_requested()")
     if seed is not None and (not isinstance(seed, Real) or seed != seed):  # NaN differs from the recorded one
         raise TypeError(f"clusterddp.init(seed={seed!r}): expected an integer")
@@ -159,9 +157,9 @@ def init(
         environment.mark(os.environ, joined=True)
     collect_as_usual()
     devices.settle_vector_functions()
-    _current = Context(read)
-    script_loop.begin_context(_current._script_loop)
-    return _current
+    process.context = context = Context(process, read)
+    process.loop = context._script_loop
+    return context
 
 
 class Context(Loaders):
@@ -181,7 +179,8 @@ class Context(Loaders):
         devices: all devices of this rank, as many as the job's ``gpus_per_rank``.
     """
 
-    def __init__(self, read: settings.Settings) -> None:
+    def __init__(self, process: RankProcess, read: settings.Settings) -> None:
+        self._process = process
         check_packages(read.job)
         ranks = read.ranks
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
@@ -192,9 +191,9 @@ class Context(Loaders):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             watch_graphs()
-            if gpus.current is not None:
+            if process.gpus is not None:
                 with suppress(DeviceError):  # torch cannot identify it
-                    gpus.current.use([devices.gpu_identity(device) for device in self.devices])
+                    process.gpus.use([devices.gpu_identity(device) for device in self.devices])
             if read.device_memory is not None:
                 from clusterddp.distributed.devices import wait_until_free
 
@@ -207,10 +206,10 @@ class Context(Loaders):
         self._settings = read
         backend = process_group.choose_backend(read.backend, self.device)
         if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met
-            control_channel.report(Phase(phase="rendezvous"))
-        control_channel.report(Connecting())
+            process.report(Phase(phase="rendezvous"))
+        process.report(Connecting())
         self._group = process_group.ProcessGroup(ranks, self.device, backend, open_store(read))
-        control_channel.report(Connected())
+        process.report(Connected())
         self._history = AttemptHistory(read, self._group.attempt_store)
         if self.rank == 0:
             self._history.report(Phase(phase="importing"))
@@ -224,7 +223,7 @@ class Context(Loaders):
         self._services: Services | None = None
         #: The blocks of ``local_first`` and ``main_first`` so far.
         self._turns = 0
-        script_steps.hand_over()
+        script_steps.hand_over(process)
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,
@@ -235,7 +234,7 @@ class Context(Loaders):
             ),
         )
         self._script_loop = script_loop.ScriptLoop(
-            *(self._group.attempt_store, self._agreement, self._heartbeat, self._history.report)
+            *(process, self._group.attempt_store, self._agreement, self._heartbeat, self._history.report)
         )
         self._progress = begin(read, self.attempt)
         self._closed = False
@@ -512,18 +511,21 @@ class Context(Loaders):
         if self.rank == 0:
             self._history.report(Evaluated(seconds=seconds))
 
+    def in_forked_child(self) -> None:
+        """The process group and the run directory belong to the parent."""
+        self._closed = self._history.closed = True
+
     def _close_at_exit(self) -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
         failed = getattr(sys, "last_value", None) is not None
-        self._close(clean=not failed and not rank_exit.training.exited_in_loop, restore_handlers=False)
+        self._close(clean=not failed and not self._process.training.exited_in_loop, restore_handlers=False)
 
     def _close(self, *, clean: bool, restore_handlers: bool) -> None:
         """Closes everything. Waits only if ``clean``, because other ranks may be stuck in a collective."""
-        global _current
         if self._closed:
             return
         self._closed = True
-        _current = None
+        self._process.context = None
         complete = clean and self._agreement.reason is None
         cancel_at_exit(self._close_at_exit)
         close_workers()
@@ -551,12 +553,3 @@ def _kind_of_run(read: settings.Settings) -> Callable[..., Run]:
     from clusterddp.training.checked_run import CheckedRun
 
     return partial(CheckedRun, read.recording)
-
-
-def _forget_in_child() -> None:
-    """The process group and the run directory belong to the parent."""
-    if _current is not None:
-        _current._closed = _current._history.closed = True
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

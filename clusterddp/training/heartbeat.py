@@ -29,7 +29,7 @@ from clusterddp.messages.reports import Alive, Row
 from clusterddp.process import RunningClock, current_frames
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
-from clusterddp.worker import control_channel
+from clusterddp.worker import rank_process
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -311,13 +311,14 @@ def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
 def begin_heartbeat(read: Settings, attempt: int, watched: WatchedSteps) -> Heartbeat:
     """This rank's heartbeat, which is off without a supervisor to receive it."""
     logs = read.run_dir.attempt_logs(attempt) if read.run_dir else Path()
+    process = rank_process.current()
     heartbeat = Heartbeat(
-        read.job.watchdog if control_channel.supervised() else None,
+        read.job.watchdog if process.supervised else None,
         watched,
-        send=control_channel.report,
+        send=process.report,
         flight_record=logs / f"rank-{read.ranks.rank}.collectives.json",
         rank=read.ranks.rank,
         ranks=read.ranks.world_size,
     )
-    control_channel.on_hang(heartbeat.write_flight_record)
+    process.on_hang(heartbeat.write_flight_record)
     return heartbeat

@@ -52,7 +52,9 @@ from clusterddp.training.module_attributes import EXPLANATION as EXPLANATION_OF_
 from clusterddp.training.run_state import Given, RunState
 from clusterddp.training.step_state import OptimizerSteps, Step
 from clusterddp.training.step_timing import InputWait
-from clusterddp.worker import control_channel, rank_exit
+from clusterddp.worker import rank_process
+from clusterddp.worker.control_channel import RunRequests
+from clusterddp.worker.rank_exit import Loop
 
 if TYPE_CHECKING:
     from clusterddp.distributed.process_group import ProcessGroup
@@ -124,8 +126,8 @@ class Run:
             for loaded in given.warm_start():
                 self._report(loaded.event())
         self._enter("importing")
-        control_channel.on_requests(
-            control_channel.RunRequests(
+        rank_process.current().on_requests(
+            RunRequests(
                 progress=lambda: (self.step, self._saver.committed),
                 save=self._saver.request,
             )
@@ -218,7 +220,7 @@ class Run:
             if self._left_unsaved:  # the script left the loop in its last step
                 self._complete()
             return
-        rank_exit.training.loop = loop = rank_exit.Loop(lambda: self.step, total)
+        rank_process.current().training.loop = loop = Loop(lambda: self.step, total)
         self._heartbeat.begin()
         self._enter("training" if self._made else "first_step")
         if not self._made:
@@ -568,7 +570,7 @@ class Run:
         self._report(Progress(step=self.step, steps=self.step))
         self._enter("after_loop")
         self._done, self._left_unsaved = True, False
-        rank_exit.training.complete_loop()
+        rank_process.current().training.complete_loop()
 
     def _report_forgotten(self, names: list[str]) -> None:
         if names and self._group.rank == 0:

@@ -33,7 +33,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.log_reduction import Receiver, Sender
 from clusterddp.training.logged_values import Logged
 from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
-from clusterddp.worker import control_channel
+from clusterddp.worker import rank_process
 
 #: How much longer than the last save one may take, on a shared disk.
 CAUTION = 1.5
@@ -447,7 +447,7 @@ class Saver:
 
         Raises NotSaved. Called by another thread.
         """
-        if self._group.world_size > 1 and (lost := control_channel.why_not_commit(step, self._all_arrived)):
+        if self._group.world_size > 1 and (lost := rank_process.current().why_not_commit(step, self._all_arrived)):
             raise NotSaved(step, f"{lost}, and the step may not have been completed by all ranks")
         if not self._metrics.pending:
             return

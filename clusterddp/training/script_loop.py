@@ -29,7 +29,9 @@ from clusterddp.training import script_steps, settings
 from clusterddp.training.epoch_items import EpochItems, Item
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.stopping import Agreement, Stopping, open_store
-from clusterddp.worker import control_channel, rank_exit, resume_watch
+from clusterddp.worker import rank_process
+from clusterddp.worker.control_channel import tell_of_child
+from clusterddp.worker.rank_process import RankProcess
 from clusterddp.worker.signals import STOP_SIGNALS, described
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ SavedPath = str | os.PathLike[str]
 class ScriptLoop:
     """What the functions below do in one process. A step is what lies between two calls of ``stop_requested``.
 
-    ``report`` adds an event to the history, on any rank.
+    ``report`` adds an event to the history, on any rank. ``alone``: there is no context.
     """
 
     #: Set by ``ctx.run()``. The steps are then those of the run.
@@ -50,12 +52,16 @@ class ScriptLoop:
 
     def __init__(
         self,
+        process: RankProcess,
         store: AttemptStore,
         agreement: Agreement,
         heartbeat: Heartbeat,
         report: Callable[[Reported], None],
         step_done: Callable[[], None] = lambda: None,
+        *,
+        alone: bool = False,
     ) -> None:
+        self._process, self.alone = process, alone
         self._rank, self._store, self._agreement = store.rank, store.store, agreement
         self._heartbeat, self._report, self._step_done = heartbeat, report, step_done
         self._calls = 0
@@ -75,7 +81,7 @@ class ScriptLoop:
         """See ``stop_requested`` below."""
         stop = self._end_step() if self.run is None else self.run.at_boundary()
         if stop:
-            rank_exit.training.stop_reason = self._agreement.reason or ""
+            self._process.training.stop_reason = self._agreement.reason or ""
         return stop
 
     def _end_step(self) -> bool:
@@ -84,11 +90,11 @@ class ScriptLoop:
             self._heartbeat.begin()
         else:
             self._step_done()
-        if self._calls == 2:
-            self._read = resume_watch.end()  # the script has read its save before its first step
+        if self._calls == 2 and (watch := self._process.resume_watch) is not None:
+            self._read = watch.end()  # the script has read its save before its first step
         stop = self._agreement.boundary()
         if stop:
-            self._items = _epoch.done
+            self._items = _epoch(self._process).done
             self._heartbeat.rest()  # the script saves now
         return stop
 
@@ -120,20 +126,12 @@ class ScriptLoop:
         ``recorded``: those at the last stop. Rank 0 sets 0 if the script has not opened the save of that stop.
         """
         if self._rank == 0:
-            read = self._read if resume_watch.current is None else resume_watch.current.was_opened()
+            watch = self._process.resume_watch
+            read = self._read if watch is None or watch.ended else watch.was_opened()
             self._store.set(_ITEMS_DONE, str(0 if read is False else recorded))
         return int(self._store.get(_ITEMS_DONE))
 
 
-class _ThisProcess:
-    """The loop of this process: that of its context, once ``clusterddp.init()`` was called, or its own without one."""
-
-    of_context: ScriptLoop | None = None
-    loop: ScriptLoop | None = None
-
-
-_this = _ThisProcess()
-_epoch = EpochItems()
 #: Key of the attempt's store.
 _ITEMS_DONE = "epoch/items_done"
 
@@ -163,7 +161,7 @@ def stop_requested() -> bool:
             torch.save(state, "last.pt")
             clusterddp.requeue(saved="last.pt")
     """
-    loop = _loop()
+    loop = _loop(rank_process.current())
     if loop is None:
         _tell_if_started_by_a_rank()
         return False
@@ -187,7 +185,7 @@ def requeue(saved: SavedPath | None = None) -> None:
 
         clusterddp.requeue(saved="last.pt")
     """
-    if (loop := _loop()) is not None:
+    if (loop := _loop(rank_process.current())) is not None:
         loop.requeue(saved)
 
 
@@ -214,7 +212,7 @@ def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
                 torch.save({"model": model.state_dict(), "epoch": epoch}, "last.pt")
                 clusterddp.requeue(saved="last.pt")
     """
-    return ItemsToDo(items) if _is_rank() else items
+    return ItemsToDo(items) if _is_rank(rank_process.current()) else items
 
 
 class ItemsToDo(Iterable[Item]):
@@ -225,23 +223,29 @@ class ItemsToDo(Iterable[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         recorded = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
-        loop = _loop() if recorded else None
-        return _epoch.iterate(self._items, 0 if loop is None else loop.items_done(recorded))
+        process = rank_process.current()
+        loop = _loop(process) if recorded else None
+        return _epoch(process).iterate(self._items, 0 if loop is None else loop.items_done(recorded))
 
     def __len__(self) -> int:
         return len(self._items)  # type: ignore[arg-type]  # TypeError where the items have no length
 
 
-def _is_rank() -> bool:
-    return _this.of_context is not None or control_channel.supervised()
+def _is_rank(process: RankProcess) -> bool:
+    return process.loop is not None or process.supervised
 
 
-def _loop() -> ScriptLoop | None:
-    """That of this process, begun at the first call. None in a process that is no rank."""
-    begun = _this.of_context or _this.loop
-    if begun is not None:
-        return begun
-    return _begin() if _is_rank() else None
+def _loop(process: RankProcess) -> ScriptLoop | None:
+    """That of its context, or else its own, begun at the first call. None in a process that is no rank."""
+    if isinstance(process.loop, ScriptLoop):
+        return process.loop
+    return _begin(process) if process.supervised else None
+
+
+def _epoch(process: RankProcess) -> EpochItems:
+    if not isinstance(process.epoch, EpochItems):
+        process.epoch = EpochItems()
+    return process.epoch
 
 
 @functools.cache
@@ -249,20 +253,15 @@ def _tell_if_started_by_a_rank() -> None:
     environment.drop_inherited(os.environ)
     if protocol.SUPERVISOR in os.environ:
         say(NO_RANK)
-        control_channel.tell_of_child(os.environ)
+        tell_of_child(os.environ)
 
 
-def begin_context(loop: ScriptLoop) -> None:
-    """A context begins. Its loop is that of this process from now on."""
-    _this.of_context = loop
+def began(process: RankProcess) -> bool:
+    """Whether it has a loop without a context."""
+    return isinstance(process.loop, ScriptLoop) and process.loop.alone
 
 
-def began() -> bool:
-    """Whether this process has a loop without a context."""
-    return _this.loop is not None
-
-
-def _begin() -> ScriptLoop:
+def _begin(process: RankProcess) -> ScriptLoop:
     """Connects this rank with the others, as ``clusterddp.init()`` does, but for the process group."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
@@ -272,12 +271,13 @@ def _begin() -> ScriptLoop:
     assert read.attempt is not None
     _tell_of_handlers()
     store = open_store(read)
-    report = control_channel.report
-    stopping = Stopping(read, store, report)
+    stopping = Stopping(read, store, process.report)
     shield_workers()
-    steps = script_steps.current()
+    steps = script_steps.current(process)
     steps.by_calls()
-    loop = _this.loop = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
+    process.loop = loop = ScriptLoop(
+        *(process, store, stopping.agreement, steps.heartbeat, process.report, steps.step_done), alone=True
+    )
 
     def close() -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
@@ -297,11 +297,3 @@ def _tell_of_handlers() -> None:
         if callable(handler) and not str(getattr(handler, "__module__", "")).startswith("clusterddp."):
             name = number.name.removeprefix("SIG")
             say(f"clusterddp.stop_requested() replaced the script's {name} handler, {described(handler)}")
-
-
-def _forget_in_child() -> None:
-    """A forked child is no rank."""
-    _this.of_context = _this.loop = None
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

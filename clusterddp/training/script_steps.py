@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from clusterddp.reporter import say
 from clusterddp.training import settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.step_timing import step_times
-from clusterddp.worker import control_channel, optimizer_hook, resume_watch, script_saves
+from clusterddp.worker import rank_process
+from clusterddp.worker.rank_process import RankProcess
 
 #: The counted optimizer is replaced by one that makes this many steps without it, because training has moved on.
 MOVED_ON = 100
@@ -44,9 +45,10 @@ SEARCHED = 200
 
 
 class ScriptSteps:
-    """One per process (``current``). ``step_done`` and the hook are for the thread that trains."""
+    """One per ``process`` (``current``). ``step_done`` and the hook are for the thread that trains."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, process: RankProcess, device: torch.device) -> None:
+        self._process = process
         read = settings.of_rank()
         self._rank, self._world_size, self._device = read.ranks.rank, read.ranks.world_size, device
         #: Steps in this attempt, and calls of the hook.
@@ -60,16 +62,16 @@ class ScriptSteps:
         self._thread = threading.get_ident()
         self._times = step_times(_ddp_modules(), device, read.ranks.world_size)
         if self._rank == 0:
-            self._times.on_stall = lambda seconds: control_channel.report(Stalled(seconds=seconds))
+            self._times.on_stall = lambda seconds: process.report(Stalled(seconds=seconds))
         watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
         self.heartbeat = begin_heartbeat(read, read.attempt or 0, watched)
         self.heartbeat.timing = self._heartbeat_values
-        script_saves.surround_saves(self._saving)
+        process.saves.around = self._saving
         at_exit(self.close)
 
     def by_calls(self) -> None:
         """From now on the script's calls of ``step_done`` are the steps, rather than those of optimizers."""
-        optimizer_hook.unwatch_optimizers()
+        self._process.optimizers.end()
         self.steps = 0
 
     def step_done(self) -> None:
@@ -101,8 +103,8 @@ class ScriptSteps:
     def _count(self) -> None:
         self.steps += 1
         self._times.turn()
-        if self.steps >= LOADED and resume_watch.current is not None:
-            resume_watch.end(final=self.steps >= SEARCHED)
+        if self.steps >= LOADED and (watch := self._process.resume_watch) is not None:
+            watch.end(final=self.steps >= SEARCHED)
         if not self._begun:
             self._begun = True
             self._begin()
@@ -115,9 +117,9 @@ class ScriptSteps:
             return
         size = 1 if self._group is None else self._group.size()
         if size != self._world_size:
-            control_channel.report(Apart(ranks=self._world_size, group=size))
-        control_channel.report(StepsSeen(out=_output_size(1), err=_output_size(2)))
-        control_channel.report(Phase(phase="training"))
+            self._process.report(Apart(ranks=self._world_size, group=size))
+        self._process.report(StepsSeen(out=_output_size(1), err=_output_size(2)))
+        self._process.report(Phase(phase="training"))
 
     def _heartbeat_values(self) -> Mapping[str, Any]:
         """The figures as of ``ctx.run()``, without the phases that a step of the script is not divided into."""
@@ -137,8 +139,8 @@ class ScriptSteps:
 
     def close(self) -> None:
         """Reports the last figures at the end of the script."""
-        optimizer_hook.unwatch_optimizers()
-        script_saves.surround_saves()
+        self._process.optimizers.end()
+        self._process.saves.around = nullcontext
         self._times.close()
         self.heartbeat.close()
 
@@ -165,35 +167,36 @@ def _ddp_modules() -> list[DistributedDataParallel]:
     return [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
 
 
-_current: ScriptSteps | None = None
+def begun(process: RankProcess) -> ScriptSteps | None:
+    """The steps of this process, if they are counted."""
+    return process.steps if isinstance(process.steps, ScriptSteps) else None
 
 
-def current(device: torch.device | None = None) -> ScriptSteps:
-    """The steps of this process, made at the first call, for ``device``, or the GPU in use, if any."""
-    global _current
-    if _current is None:
+def current(process: RankProcess, device: torch.device | None = None) -> ScriptSteps:
+    """The same, counted from the first call on, for ``device``, or the GPU in use, if any."""
+    if (steps := begun(process)) is None:
         if device is None:
             used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
-        _current = ScriptSteps(device)
-    return _current
+        process.steps = steps = ScriptSteps(process, device)
+    return steps
 
 
-def hand_over() -> None:
+def hand_over(process: RankProcess) -> None:
     """A context begins, which has its own heartbeat and counts the steps itself."""
-    global _current
-    optimizer_hook.unwatch_optimizers()
-    if _current is not None:
-        cancel_at_exit(_current.close)
-        _current.close()
-        _current = None
+    process.optimizers.end()
+    if (steps := begun(process)) is not None:
+        cancel_at_exit(steps.close)
+        steps.close()
+        process.steps = None
 
 
 def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """For the hook."""
-    seen = _current or current(_device(optimizer))
+    process = rank_process.current()
+    seen = begun(process) or current(process, _device(optimizer))
     if seen._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        optimizer_hook.unwatch_optimizers()
+        process.optimizers.end()
         seen.heartbeat.rest()
         say("the optimizer's step is captured in a CUDA graph, whose replays are not counted. Use `steps: {log: ...}`")
         return
@@ -203,12 +206,3 @@ def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def _device(optimizer: torch.optim.Optimizer) -> torch.device:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def _forget_in_child() -> None:
-    global _current
-    _current = None
-    script_saves.surround_saves()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

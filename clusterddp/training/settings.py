@@ -19,7 +19,7 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, hold
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.step_records import Recording
-from clusterddp.worker import control_channel
+from clusterddp.worker import rank_process
 
 _NOTICES = {
     "signal TERM": protocol.TERM_NOTICE_S,
@@ -110,7 +110,7 @@ def read(
 
 def of_rank() -> Settings:
     """The settings that this rank was started with, even if the script has overwritten environment variables since."""
-    return read({**os.environ, **control_channel.variables()})
+    return read({**os.environ, **rank_process.current().variables})
 
 
 def store_address(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> StoreAddress:
@@ -150,8 +150,9 @@ class AttemptHistory:
         """Adds an event: through the supervisor, or by rank 0 if there is none."""
         if self.closed:
             return
-        control_channel.report(event)
-        if not control_channel.supervised() and self._rank == 0 and self._directory is not None:
+        process = rank_process.current()
+        process.report(event)
+        if not process.supervised and self._rank == 0 and self._directory is not None:
             line = {"time": time.time(), "attempt": self.number, **report_line(event)}
             try:
                 append_line(self._directory.events_file, line)

@@ -30,7 +30,7 @@ from clusterddp.history.stops import HANDLER_REPLACED, HandlerReplaced, Notified
 from clusterddp.messages.reports import End, Left, Serving, record_of
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
-from clusterddp.worker import control_channel
+from clusterddp.worker import rank_process
 from clusterddp.worker.signals import SignalPipe, described
 
 if TYPE_CHECKING:
@@ -265,10 +265,11 @@ class Agreement:
 
 def open_store(settings: Settings) -> AttemptStore:
     """Joins the store of this attempt, once rank 0 has opened it."""
+    process = rank_process.current()
     return AttemptStore(
         *(settings.ranks, settings.store, settings.job.timeouts.start_s),
-        on_open=lambda: control_channel.report(Serving()),
-        await_open=control_channel.await_store,
+        on_open=lambda: process.report(Serving()),
+        await_open=process.await_store,
     )
 
 
@@ -282,15 +283,15 @@ class Stopping:
         self.saver: Saver | None = None
         self.deadline = Deadline(settings.notices, self._exit_with_newest)
         self.agreement = Agreement(store.store, store.watched, store.rank, store.world_size, report, self._on_request)
-        self._signals = SignalPipe()
-        self.agreement.listen(self._signals, self._on_handler_replaced)
-        control_channel.on_stop(self.agreement.on_notice)
+        self._process = rank_process.current()
+        self.agreement.listen(self._process.signals.catch(), self._on_handler_replaced)
+        self._process.on_stop(self.agreement.on_notice)
 
     def close(self, *, restore_handlers: bool) -> None:
         """Signals and notices no longer have an effect. ``restore_handlers``: those from before ``init()``."""
-        control_channel.on_stop(None)
-        control_channel.on_requests(None)
-        self._signals.close(restore_handlers=restore_handlers)
+        self._process.on_stop(None)
+        self._process.on_requests(None)
+        self._process.signals.close(restore_handlers=restore_handlers)
         self.agreement.close()
         self.deadline.end()
 

@@ -17,31 +17,69 @@ from collections.abc import Callable
 from multiprocessing import popen_fork
 from multiprocessing.process import BaseProcess
 from pathlib import Path, PurePath
-from types import ModuleType
 from typing import Any
 
 from clusterddp.import_hooks import when_imported
+from clusterddp.messages.reports import Report
 from clusterddp.process import process_start
-from clusterddp.worker import control_channel
 
 #: The most processes that are reported.
 MOST_REPORTED = 8
-#: An attribute of a process object that the script has sent a signal, and the processes that ``os.kill`` has sent one.
+#: An attribute of a process object that the script has sent a signal.
 _SIGNALLED = "_clusterddp_signalled"
-_killed: set[int] = set()
-
-_reported = 0
 
 
-def watch() -> None:
-    """Reports from now on how this process's children failed."""
-    _watch_popen(popen_fork.Popen)
-    when_imported("multiprocessing.popen_forkserver", _watch_forkserver)
-    os.kill, os.killpg = _recording(os.kill), _recording(os.killpg)
-    popen: Any = subprocess.Popen
-    popen.send_signal = _marking(popen.send_signal)
-    if hasattr(popen, "_handle_exitstatus"):  # of CPython
-        popen._handle_exitstatus = _noting(popen._handle_exitstatus, _script_of)
+class ChildWatch:
+    """Reports how this process's children failed."""
+
+    def __init__(self, report: Callable[[Report], None]) -> None:
+        self._send, self._reported = report, 0
+        #: The processes that ``os.kill`` has sent a signal.
+        self._killed: set[int] = set()
+
+    def begin(self) -> None:
+        """From now on."""
+        self._watch_popen(popen_fork.Popen)
+        when_imported("multiprocessing.popen_forkserver", lambda module: self._watch_popen(module.Popen))
+        os.kill, os.killpg = self._recording(os.kill), self._recording(os.killpg)
+        popen: Any = subprocess.Popen
+        popen.send_signal = _marking(popen.send_signal)
+        if hasattr(popen, "_handle_exitstatus"):  # of CPython
+            popen._handle_exitstatus = self._noting(popen._handle_exitstatus, _script_of)
+
+    def _watch_popen(self, popen: Any) -> None:
+        popen.poll = self._noting(popen.poll, _name_of)
+        if "_send_signal" in vars(popen):
+            popen._send_signal = _marking(popen._send_signal)
+
+    def _recording(self, kill: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        @functools.wraps(kill)
+        def recorded(pid: int, number: int, /) -> None:
+            if number and process_start(pid) is not None:  # 0 only looks whether it exists, and a zombie has ended
+                self._killed.add(pid)
+            kill(pid, number)
+
+        return recorded
+
+    def _noting(self, look: Callable[..., Any], name_of: Callable[[Any], str | None]) -> Callable[..., Any]:
+        """``look`` learns how a process ended, and sets its ``returncode``."""
+
+        @functools.wraps(look)
+        def noted(popen: Any, *args: Any, **options: Any) -> Any:
+            before = popen.returncode
+            result = look(popen, *args, **options)
+            if before is None and popen.returncode and not hasattr(popen, _SIGNALLED) and popen.pid not in self._killed:
+                self._report(name_of(popen), popen.pid, popen.returncode)
+            return result
+
+        return noted
+
+    def _report(self, name: str | None, pid: int, code: int) -> None:
+        if name is not None and self._reported < MOST_REPORTED:
+            self._reported += 1
+            from clusterddp.history.steps import ChildDied  # few scripts need it
+
+            self._send(ChildDied(process=name, pid=pid, code=code))
 
 
 def wait_for_trainers(step_file: Path, patience_s: float) -> None:
@@ -69,16 +107,6 @@ def _awaited() -> list[BaseProcess]:
     return [child for child in multiprocessing.active_children() if not child.daemon and id(child) not in ids]
 
 
-def _watch_forkserver(module: ModuleType) -> None:
-    _watch_popen(module.Popen)
-
-
-def _watch_popen(popen: Any) -> None:
-    popen.poll = _noting(popen.poll, _name_of)
-    if "_send_signal" in vars(popen):
-        popen._send_signal = _marking(popen._send_signal)
-
-
 def _marking(send: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(send)
     def marked(self: Any, *args: Any) -> Any:
@@ -86,39 +114,6 @@ def _marking(send: Callable[..., Any]) -> Callable[..., Any]:
         return send(self, *args)
 
     return marked
-
-
-def _recording(kill: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    @functools.wraps(kill)
-    def recorded(pid: int, number: int, /) -> None:
-        if number and process_start(pid) is not None:  # 0 only looks whether it exists, and a zombie has ended before
-            _killed.add(pid)
-        kill(pid, number)
-
-    return recorded
-
-
-def _noting(look: Callable[..., Any], name_of: Callable[[Any], str | None]) -> Callable[..., Any]:
-    """``look`` learns how a process ended, and sets its ``returncode``."""
-
-    @functools.wraps(look)
-    def noted(self: Any, *args: Any, **options: Any) -> Any:
-        before = self.returncode
-        result = look(self, *args, **options)
-        if before is None and self.returncode and not hasattr(self, _SIGNALLED) and self.pid not in _killed:
-            _report(name_of(self), self.pid, self.returncode)
-        return result
-
-    return noted
-
-
-def _report(name: str | None, pid: int, code: int) -> None:
-    global _reported
-    if name is not None and _reported < MOST_REPORTED:
-        _reported += 1
-        from clusterddp.history.steps import ChildDied  # few scripts need it
-
-        control_channel.report(ChildDied(process=name, pid=pid, code=code))
 
 
 def _name_of(popen: Any) -> str | None:

@@ -125,7 +125,7 @@ class ControlChannel:
         self._questions = 0
         self._answers: SimpleQueue[Commit] = SimpleQueue()
         self._unreachable = threading.Event()
-        #: See the function of that name.
+        #: torchrun's, as this rank got them.
         self.variables: Mapping[str, str] = {}
 
     @classmethod
@@ -266,63 +266,6 @@ class ControlChannel:
             self._connection.sendall(line)
 
 
-#: The channel of this process, set by ``worker/rank.py``; None in a process that no supervisor started. Others use the
-#: functions below, which then have no effect.
-current: ControlChannel | None = None
-
-
-def _close_in_child() -> None:
-    global current
-    if current is not None:
-        current.close()
-        current = None
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def report(what: Report) -> None:
-    """Reports this to the supervisor, if there is one."""
-    if current is not None:
-        current.send(what)
-
-
-def supervised() -> bool:
-    """Whether this process reports to a supervisor that has started it."""
-    return current is not None
-
-
-def variables() -> Mapping[str, str]:
-    """torchrun's variables as this rank got them, because a script that asks MPI for its rank overwrites them. Empty
-    without a supervisor."""
-    return {} if current is None else current.variables
-
-
-def on_stop(act: Callable[[str], None] | None) -> None:
-    """Calls ``act`` once with each reason for which the supervisor orders a stop. At once if it already has."""
-    if current is not None:
-        current.on_stop(act)
-
-
-def on_requests(run: RunRequests | None) -> None:
-    """From now on ``run`` serves the user's requests. None: there is no longer a run."""
-    if current is not None:
-        current.run = run
-        if run is not None:
-            current.steps_made = lambda: run.progress()[0]
-
-
-def on_hang(write_flight_record: Callable[[], None]) -> None:
-    """Calls this, which takes a bounded time, before the supervisor ends a hang."""
-    if current is not None:
-        current.write_flight_record = write_flight_record
-
-
-def why_not_commit(step: int, is_certain: Callable[[], bool]) -> str | None:
-    """Asks the supervisor whether every rank has made ``step``: the reason if one is lost, or None."""
-    return None if current is None else current.why_not_commit(step, is_certain)
-
-
 def tell_of_child(environ: Mapping[str, str]) -> None:
     """Reports to the supervisor, from a process that a rank has started, that this process takes itself for a rank."""
     with suppress(OSError, KeyError, ValueError):  # the process also prints the message to its standard error
@@ -330,11 +273,6 @@ def tell_of_child(environ: Mapping[str, str]) -> None:
         address = host or environ["SLURM_LAUNCH_NODE_IPADDR"], int(port)
         with socket.create_connection(address, timeout=SILENCE_S) as connection:
             send_line(connection, {"token": environ[protocol.TOKEN], "request": "child"})
-
-
-def await_store(seconds: float) -> bool:
-    """Waits until rank 0's store is open or the supervisor is unreachable. Returns False on timeout."""
-    return current is None or current.store_open.wait(seconds)
 
 
 def _short_line(message: Mapping[str, Any]) -> bytes | None:

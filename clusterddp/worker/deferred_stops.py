@@ -84,8 +84,3 @@ def _has_data(reader: int) -> bool:
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     return bool(poll.poll(0))
-
-
-#: This process's.
-deferred_stops = DeferredStops()
-os.register_at_fork(after_in_child=deferred_stops.forget)

@@ -30,8 +30,8 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import open_file, write_atomically
 from clusterddp.rundir.files import status as status_of
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import rank_process
 from clusterddp.worker.code_paths import of_this_attempt
-from clusterddp.worker.deferred_stops import deferred_stops
 from clusterddp.worker.signals import STOP_SIGNALS
 
 MODULE = FUNCTION
@@ -60,7 +60,7 @@ class PreemptibleCall:
     def carry_out(self) -> Any:
         """The function's return value. Raises Stopped if it had to stop."""
         if self._checkpoint is not None:
-            deferred_stops.also(STOP_SIGNALS)
+            rank_process.current().deferred_stops.also(STOP_SIGNALS)
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

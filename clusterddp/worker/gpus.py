@@ -294,17 +294,13 @@ class GpuWatch:
         )
 
 
-#: That of this process, if its job uses GPUs.
-current: GpuWatch | None = None
-
-
 def start(
     environ: Mapping[str, str], ranks: RankEnvironment, report: Callable[[reports.Report], None], node: str
-) -> None:
-    """Begins to watch this rank's GPUs, if the package is installed."""
-    global current
-    if importlib.util.find_spec("pynvml") is not None:
-        current = GpuWatch(lambda: visible(environ, ranks.local_rank, ranks.local_world_size), report, node)
+) -> GpuWatch | None:
+    """Begins to watch this rank's GPUs. None if the package is not installed."""
+    if importlib.util.find_spec("pynvml") is None:
+        return None
+    return GpuWatch(lambda: visible(environ, ranks.local_rank, ranks.local_world_size), report, node)
 
 
 def node_facts(watch: GpuWatch | None) -> list[str]:

@@ -6,7 +6,6 @@ In a process that the script starts with multiprocessing, only the first step is
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,28 +21,48 @@ from clusterddp.reporter import say
 _STEPS = "clusterddp.training.script_steps"
 
 
-class _StepHook:
-    """The hook of this process. ``handle``: torch's, to remove it. ``child_file``: where a forked child notes its first
-    step."""
+class OptimizerHook:
+    """The hook of this process, from ``begin`` on."""
 
-    handle: Any = None
-    child_file: Path | None = None
+    def __init__(self) -> None:
+        #: torch's, to remove it.
+        self._handle: Any = None
+        #: Where a forked child notes its first step.
+        self._child_file: Path | None = None
 
+    def begin(self, child_file: Path | None = None) -> None:
+        """Counts the steps of this process from now on. A hook that fails is removed."""
+        self._child_file = child_file
+        when_imported("torch", self._register)
 
-_hook = _StepHook()
+    def end(self) -> None:
+        """Ends ``begin``."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
+    def _register(self, torch: ModuleType) -> None:
+        is_compiling = torch.compiler.is_compiling
+        note: Callable[[Any], None] | None = None
 
-def watch_optimizers(child_file: Path | None = None) -> None:
-    """Counts the steps of this process from now on. A hook that fails is removed."""
-    _hook.child_file = child_file
-    when_imported("torch", _register)
+        def hook(optimizer: Any, _args: Any, _options: Any) -> None:
+            nonlocal note
+            if is_compiling():  # torch.compile would make this part of the compiled step, or fail to compile it
+                return
+            try:
+                note = note or importlib.import_module(_STEPS).on_optimizer_step
+                note(optimizer)
+            except Exception as error:
+                self.end()
+                say(f"steps are not counted in this attempt, because the optimizer hook failed: {error!r}")
 
+        self._handle = _after_each_step(hook)
 
-def unwatch_optimizers() -> None:
-    """Ends ``watch_optimizers``."""
-    if _hook.handle is not None:
-        _hook.handle.remove()
-        _hook.handle = None
+    def in_forked_child(self) -> None:
+        """Only the first step is noted."""
+        self.end()
+        if self._child_file is not None:
+            note_first_step(self._child_file)
 
 
 def note_first_step(file: Path) -> None:
@@ -60,32 +79,5 @@ def note_first_step(file: Path) -> None:
     when_imported("torch", register)
 
 
-def _register(torch: ModuleType) -> None:
-    is_compiling = torch.compiler.is_compiling
-    note: Callable[[Any], None] | None = None
-
-    def hook(optimizer: Any, _args: Any, _options: Any) -> None:
-        nonlocal note
-        if is_compiling():  # torch.compile would make this part of the compiled step, or fail to compile it
-            return
-        try:
-            note = note or importlib.import_module(_STEPS).on_optimizer_step
-            note(optimizer)
-        except Exception as error:
-            unwatch_optimizers()
-            say(f"steps are not counted in this attempt, because the optimizer hook failed: {error!r}")
-
-    _hook.handle = _after_each_step(hook)
-
-
 def _after_each_step(hook: Callable[..., None]) -> Any:
     return sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(hook)
-
-
-def _watch_in_child() -> None:
-    unwatch_optimizers()
-    if _hook.child_file is not None:
-        note_first_step(_hook.child_file)
-
-
-os.register_at_fork(after_in_child=_watch_in_child)

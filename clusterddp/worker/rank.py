@@ -56,15 +56,15 @@ from clusterddp.worker import (
     control_channel,
     gpus,
     interfaces,
-    optimizer_hook,
     rank_exit,
+    rank_process,
     resume_watch,
     script_saves,
-    signals,
     spawned_children,
 )
 from clusterddp.worker.control_channel import ControlChannel
-from clusterddp.worker.signals import ScriptSignal
+from clusterddp.worker.gpus import GpuWatch
+from clusterddp.worker.rank_process import RankProcess
 
 #: A rank that uses clusterddp has imported this module, or runs a launched function.
 SCRIPT_LOOP = "clusterddp.training.script_loop"
@@ -84,14 +84,14 @@ def main() -> None:
 
     A child that the script has forked and that returns here also exits, without a report, as it is not a rank.
     """
-    started, process = time.time(), os.getpid()
+    started, pid = time.time(), os.getpid()
     if lacking := [name for name in _NEEDED if name not in os.environ]:
         say(
             f"this rank's environment lacks {' and '.join(lacking)}. What starts Python here, such as a container or "
             "os.execve(), must pass on the environment that it gets"
         )
         raise SystemExit(1)
-    os.register_at_fork(after_in_child=_forget_in_child)
+    process = rank_process.begin()
     faulthandler.enable()  # for its own crashes, whose stacks failures/stack_traces.py reads
     # Torch's watchdog aborts every rank of a failed NCCL job. Their core files would be as large as their memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -108,7 +108,7 @@ def main() -> None:
         sys.exit(1)
     ranks = environment.read(os.environ)
     record = run.rank_record(int(os.environ[protocol.ATTEMPT]), ranks.rank)
-    end = Ending(record, ranks.rank, started)
+    end = Ending(process, record, ranks.rank, started)
     if _notified():
         end.exit(left(End.STOPPED, reason="stop signal before the script started"), 0)
     try:
@@ -116,27 +116,27 @@ def main() -> None:
     except InterfaceMissing as error:
         end.exit(_raised(error), 1)
     try:
-        held_port = join(ranks)
+        held_port = join(process, ranks)
     except ClusterddpError as error:
         say(str(error))
         end.exit(left(End.LOST, error=str(error)), 1)
-    if (channel := control_channel.current) is None:
+    if (channel := process.channel) is None:
         end.exit(left(End.STOPPED, reason="stop signal before all ranks had joined"), 0)
-    channel.listen(lambda: exit_if_superseded(run, end), lambda order: obey(channel, order))
+    channel.listen(lambda: exit_if_superseded(run, end), lambda order: obey(process, order))
     if os.environ[protocol.DEVICE] == "cuda":
-        gpus.start(dict(os.environ), ranks, channel.send, HOST)
-    _let_signals_through(os.environ.get(protocol.STOP_SIGNAL))
+        process.gpus = gpus.start(dict(os.environ), ranks, channel.send, HOST)
+    _let_signals_through(process, os.environ.get(protocol.STOP_SIGNAL))
     at_exit(rank_exit.end_daemonic)
-    Stopped.on_raised = lambda stopped: _bound_stop(end, stopped)
+    process.note_stops(lambda stopped: _bound_stop(process, end, stopped))
     code_paths.use_snapshot()
     attempt = int(os.environ[protocol.ATTEMPT])
     script_saves.sweep(run, attempt)
     protects, sees = (os.environ.get(name) != "off" for name in (protocol.PROTECT_SAVES, protocol.SEE_STEPS))
     if protects:
-        script_saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
+        process.saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
     if sees:
-        optimizer_hook.watch_optimizers(run.child_step_file(attempt).absolute())
-    children.watch()
+        process.optimizers.begin(run.child_step_file(attempt).absolute())
+    children.ChildWatch(process.report).begin()
     spawned_children.prepare_children(str(run), attempt, protect=protects, steps=sees)
     if trackers := os.environ[protocol.TRACKERS].split():
         from clusterddp.trackers.registry import TRACKERS
@@ -151,17 +151,18 @@ def main() -> None:
         command = hydra_command(command, run)
     keep_place_after_exec(command)
     if ranks.rank == 0:
-        _enter("importing")
-        resume_watch.begin(os.environ)
-    values, code = run_script(command)
-    if rank_exit.training.loop is not None:  # the script's loop ended early, at this step
-        values = replace(values, step=rank_exit.training.loop.step())
-    if os.getpid() != process:
+        _enter(process, "importing")
+        process.resume_watch = resume_watch.begin(os.environ, process.report)
+    values, code = run_script(process, command)
+    if process.training.loop is not None:  # the script's loop ended early, at this step
+        values = replace(values, step=process.training.loop.step())
+    if os.getpid() != pid:
         rank_exit.finish_child(code)
     is_done = values.end is End.DONE
     if is_done and not _used_clusterddp():
         children.wait_for_trainers(run.child_step_file(attempt), rank_exit.EXIT_GRACE_S)
-    if resume_watch.end(trained=is_done, stepped=False) and is_done and protocol.SAVED in os.environ:
+    watch = process.resume_watch
+    if watch and watch.end(trained=is_done, stepped=False) and is_done and protocol.SAVED in os.environ:
         values = replace(values, read_saved=True)
     del held_port
     end.exit(replace(values, without_torch="torch" not in sys.modules, used_clusterddp=_used_clusterddp()), code)
@@ -175,24 +176,24 @@ def left(end: End, **fields: Any) -> Left:
 class Ending:
     """The end of this rank, which is reported and recorded once. ``record``: its file."""
 
-    def __init__(self, record: Path, rank: int, started: float) -> None:
-        self._record, self.rank, self._started = record, rank, started
+    def __init__(self, process: RankProcess, record: Path, rank: int, started: float) -> None:
+        self._process, self._record, self.rank, self._started = process, record, rank, started
         self._once = threading.Lock()
 
     def exit(self, how: Left, code: int) -> NoReturn:
         """Records the end and exits. After a failure, does not wait for threads or the process group."""
         self.record(how)
         if code == 0:
-            rank_exit.finish(0, stopped=how.end is End.STOPPED)
-        rank_exit.fail(code)
+            self._process.exit.finish(0, stopped=how.end is End.STOPPED)
+        self._process.exit.fail(code)
 
     def record(self, how: Left) -> None:
         """Reports the end to the supervisor and writes it to a file, unless another one was."""
         if not self._once.acquire(blocking=False):
             return
         if self.rank == 0:
-            _enter("ending")
-        control_channel.report(how)  # before the file, as the order of failures counts
+            _enter(self._process, "ending")
+        self._process.report(how)  # before the file, as the order of failures counts
         try:
             write_json(
                 self._record, {**record_of(how, self.rank), "started": self._started, "ended": time.time()}, mode=0o600
@@ -201,11 +202,11 @@ class Ending:
             say(f"could not record the end of rank {self.rank}: {error}")
 
 
-def _enter(phase: str) -> None:
+def _enter(process: RankProcess, phase: str) -> None:
     """Rank 0 begins a phase."""
     from clusterddp.history.beginnings import Phase  # only rank 0 needs it
 
-    control_channel.report(Phase(phase=phase))
+    process.report(Phase(phase=phase))
 
 
 def _debug(run: RunDirectory, rank: int) -> None:
@@ -311,7 +312,7 @@ def _program(words: list[str]) -> int | None:
     return None
 
 
-def join(ranks: environment.RankEnvironment) -> socket.socket | None:
+def join(process: RankProcess, ranks: environment.RankEnvironment) -> socket.socket | None:
     """Joins the supervisor and sets torchrun's environment. Returns the socket that reserves rank 0's port.
 
     MASTER_ADDR and MASTER_PORT are chosen here, once per attempt. Rank 0 reserves a port and sends it with its first
@@ -328,9 +329,9 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
     held = reserve_port(os.environ.get("MASTER_PORT") or None) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
-    token, process = os.environ[protocol.TOKEN], this_process()
-    channel = ControlChannel.join(address, token, ranks.rank, port, JOIN_TIMEOUT_S, _notified, process)
-    control_channel.current = channel
+    token, identity = os.environ[protocol.TOKEN], this_process()
+    channel = ControlChannel.join(address, token, ranks.rank, port, JOIN_TIMEOUT_S, _notified, identity)
+    process.channel = channel
     if channel is None:
         return None
     # The peer address of rank 0's connection, so that no name is resolved. A MASTER_ADDR of the user has precedence.
@@ -365,12 +366,14 @@ def exit_if_superseded(run: RunDirectory, end: Ending) -> NoReturn:
     rank_exit.exit_now(1)  # without the script's exit handlers, which may write to files that the newer attempt uses
 
 
-def obey(channel: ControlChannel, order: orders.Order) -> None:
+def obey(process: RankProcess, order: orders.Order) -> None:
     """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, count its steps,
     commit, report or write stacks, write torch's flight record, or exit at once. Works even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
+    channel = process.channel
+    assert channel is not None  # the order came through it
     match order:
         case orders.Stop():
             channel.stop(order.reason)
@@ -383,7 +386,7 @@ def obey(channel: ControlChannel, order: orders.Order) -> None:
         case orders.SendStacks():  # in a separate thread, so that orders that follow do not wait for it
             _in_thread(lambda: channel.send(stacks(order.request)), "stacks")
         case orders.Explain():
-            _in_thread(lambda: _explain(channel, order), "facts")
+            _in_thread(lambda: _explain(process.gpus, channel, order), "facts")
         case orders.Save():
             _save(channel, order)
         case orders.CountSteps() if channel.steps_made is not None:
@@ -395,18 +398,18 @@ def obey(channel: ControlChannel, order: orders.Order) -> None:
             where = _short(main_thread_stack(), LONGEST_TRACEBACK)
             channel.send(left(End.DISMISSED, error=order.why, traceback=where, used_clusterddp=True))
             # In a separate thread, because an exit handler may need an answer of the supervisor.
-            _in_thread(lambda: rank_exit.fail(1, rank_exit.DISMISSAL_GRACE_S), "exit")
+            _in_thread(lambda: process.exit.fail(1, rank_exit.DISMISSAL_GRACE_S), "exit")
 
 
 def _in_thread(work: Callable[[], None], name: str) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
-def _explain(channel: ControlChannel, order: orders.Explain) -> None:
+def _explain(watch: GpuWatch | None, channel: ControlChannel, order: orders.Explain) -> None:
     """Reports what may make this rank slow."""
     from clusterddp.history.failures import SlowNode  # few runs need it
 
-    facts = gpus.node_facts(gpus.current)
+    facts = gpus.node_facts(watch)
     channel.send(SlowNode(host=HOST, ratio=order.ratio, seconds=order.seconds, facts=facts))
 
 
@@ -430,7 +433,7 @@ def _used_clusterddp() -> bool:
     return bool(USING_CLUSTERDDP & sys.modules.keys())
 
 
-def run_script(command: list[str]) -> tuple[Left, int]:
+def run_script(process: RankProcess, command: list[str]) -> tuple[Left, int]:
     """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code.
 
     ``supervisor/verdict.py`` judges how the ranks ended, and takes the run's exit code from that (``exit_code``: only
@@ -451,10 +454,10 @@ def run_script(command: list[str]) -> tuple[Left, int]:
     except Declined as declined:
         return left(End.DECLINED, error=str(declined)), 1
     except SystemExit as leaving:
-        return _exited(leaving)
+        return _exited(process, leaving)
     except BaseException as error:
         return _raised(error), 1
-    return _done()
+    return _done(process)
 
 
 def _stopped(stopped: Stopped) -> tuple[Left, int]:
@@ -462,34 +465,35 @@ def _stopped(stopped: Stopped) -> tuple[Left, int]:
     return left(End.STOPPED, step=stopped.step, reason=stopped.reason, alone=alone), STOPPED if alone else 0
 
 
-def _done() -> tuple[Left, int]:
+def _done(process: RankProcess) -> tuple[Left, int]:
     """The script returned. It is not done if it caught Stopped (as a bare ``except:`` does) or had to stop.
 
     After ``break`` it is done, unless the supervisor has a reason to stop.
     """
-    if Stopped.latest is not None:
+    if process.stopped is not None:
         say("the script caught clusterddp.Stopped. The run is stopped, not completed. Let this exception propagate")
-        return _stopped(Stopped.latest)
-    if rank_exit.training.stop_reason is not None:
+        return _stopped(process.stopped)
+    if process.training.stop_reason is not None:
         say("the script exited without requeue() after stop_requested() was true. The run is stopped, not completed")
-        return left(End.STOPPED, reason=rank_exit.training.stop_reason), 0
-    if _terminated:
-        return left(End.STOPPED, reason=f"exited with code 0 after {_terminated}"), 0
-    if signals.of_script is not None and signals.of_script.delivered:
-        return left(End.STOPPED, reason=f"exited with code 0 after {signals.of_script.number.name}"), 0
-    return left(End.DONE, left_loop=rank_exit.training.loop is not None), 0
+        return left(End.STOPPED, reason=process.training.stop_reason), 0
+    if process.terminated:
+        return left(End.STOPPED, reason=f"exited with code 0 after {process.terminated}"), 0
+    expected = process.signals.of_script
+    if expected is not None and expected.delivered:
+        return left(End.STOPPED, reason=f"exited with code 0 after {expected.number.name}"), 0
+    return left(End.DONE, left_loop=process.training.loop is not None), 0
 
 
-def _exited(leaving: SystemExit) -> tuple[Left, int]:
+def _exited(process: RankProcess, leaving: SystemExit) -> tuple[Left, int]:
     if leaving.code is None or leaving.code == 0:
-        loop = rank_exit.training.loop
-        if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
-            rank_exit.training.exited_in_loop = True
+        loop = process.training.loop
+        if process.stopped is None and loop is not None and loop.ended_by(leaving):
+            process.training.exited_in_loop = True
             where = f"exited with code 0 inside its training loop, after step {loop.step()} of {loop.steps}"
             remedy = "To end training early, use run.finish() or break"
             say(f"the script {where}. The run does not count as completed. {remedy}")
             return left(End.UNFINISHED, error=where), 0
-        return _done()
+        return _done(process)
     if isinstance(leaving.code, int):  # includes True; the system takes 8 bits of a larger number, which may all be 0
         code = leaving.code & 0xFF or 1
         return left(End.EXIT, exit_code=code), code
@@ -541,18 +545,18 @@ def _below_the_script(file: str) -> bool:
     return file in ours or file.endswith("/submitit/core/utils.py")
 
 
-def _bound_stop(end: Ending, stopped: Stopped) -> None:
+def _bound_stop(process: RankProcess, end: Ending, stopped: Stopped) -> None:
     """Limits the time that the script may take to exit after a stop, because its nodes are needed."""
     how, code = _stopped(stopped)
     known = replace(how, used_clusterddp=True)
-    rank_exit.exit_within(rank_exit.STOP_GRACE_S, "the stop", code, lambda: end.record(known))
+    process.exit.within(rank_exit.STOP_GRACE_S, "the stop", code, lambda: end.record(known))
 
 
 def _notified() -> bool:
     return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGUSR2})
 
 
-def _let_signals_through(stop_signal: str | None) -> None:
+def _let_signals_through(process: RankProcess, stop_signal: str | None) -> None:
     """TERM gets its default action. USR2 stays blocked and ignored, so it has no effect on a script that does not use
     clusterddp, but stays pending for ``clusterddp.init()``: Linux keeps a blocked signal even if it is ignored.
 
@@ -560,38 +564,35 @@ def _let_signals_through(stop_signal: str | None) -> None:
 
     ``stop_signal``: the one that the script expects, which replaces every notice.
     """
-    if stop_signal and control_channel.supervised():
-        report = control_channel.report
-        expected = ScriptSignal(stop_signal, lambda seen: report(Signal(signal=seen.name.removeprefix("SIG"))))
+    if stop_signal:
+        report = process.report
+        expected = process.signals.expect(
+            stop_signal, lambda seen: report(Signal(signal=seen.name.removeprefix("SIG")))
+        )
 
         def told(reason: str) -> None:
-            control_channel.report(Notified(reason=reason))
+            report(Notified(reason=reason))
             expected.send()
 
-        control_channel.on_stop(told)
+        process.on_stop(told)
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    control_channel.on_stop(_terminate)
+    process.on_stop(lambda reason: _terminate(process, reason))
 
 
-#: Why ``_terminate`` has sent a TERM. Empty if it has not.
-_terminated = ""
-
-
-def _terminate(reason: str) -> None:
+def _terminate(process: RankProcess, reason: str) -> None:
     """Sends this process the TERM of a stop, until the script calls ``clusterddp.init()``.
 
     A rank that was started during a preemption has missed Slurm's TERM, and would hold its node while it imports. If
     TERM has its default action, it has certainly missed it. A handler of the script may be saving, and gets one TERM.
     Before a time limit, Slurm sends its TERM later.
     """
-    global _terminated
     missed = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and reason != protocol.TIME_LIMIT
     if missed or reason in protocol.REQUESTED_STOPS:
-        control_channel.report(Notified(reason=reason))
-        _terminated = reason
+        process.report(Notified(reason=reason))
+        process.terminated = reason
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -646,11 +647,3 @@ def use_interface(address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     elif found := interfaces.interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-
-
-def _forget_in_child() -> None:
-    """A forked child is no rank. One from before ``clusterddp.init()`` does not inherit that USR2 is blocked."""
-    Stopped.on_raised = Stopped.latest = None
-    rank_exit.training.complete_loop()
-    if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

@@ -87,10 +87,6 @@ class Training:
         self.loop = self.stop_reason = None
 
 
-#: This process's.
-training = Training()
-
-
 #: Seconds from the end of the script to the end of the process, for threads, children and exit handlers.
 EXIT_GRACE_S = 30.0
 #: Seconds from the commit of a stop's checkpoint to the end of the process, ``except`` and ``finally`` blocks included.
@@ -104,68 +100,71 @@ DISMISSAL_GRACE_S = 2.0
 KILL_AFTER_S = 1.0
 
 _end_multiprocessing = multiprocessing.util._exit_function  # type: ignore[attr-defined]
-_deadline = float("inf")
-#: Held by the thread that runs the exit handlers, until the end of the process.
-_exiting = threading.Lock()
 
 
-def exit_within(grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
-    """Ends this process with ``exit_code`` in ``grace_s`` seconds, unless it has exited. The earliest deadline counts.
+class Exit:
+    """The end of this process."""
 
-    ``since``: the start of the grace period, for the message. ``record`` is called just before the exit.
-    """
-    global _deadline
-    if (deadline := time.monotonic() + grace_s) >= _deadline:
-        return
-    _deadline = deadline
+    def __init__(self) -> None:
+        self._deadline = float("inf")
+        #: Held by the thread that runs the exit handlers, until the end of the process.
+        self._exiting = threading.Lock()
 
-    def overdue() -> None:
-        time.sleep(grace_s)
-        try:
-            say_unlocked(f"exiting {grace_s:g} s after {since}, although this is still running: {_running()}")
-            record()
-            end_children()
-        finally:
-            os._exit(exit_code)
+    def within(self, grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
+        """Ends this process with ``exit_code`` in ``grace_s`` seconds, unless it has exited. The earliest deadline
+        counts.
 
-    threading.Thread(target=overdue, name="clusterddp exit", daemon=True).start()
+        ``since``: the start of the grace period, for the message. ``record`` is called just before the exit.
+        """
+        if (deadline := time.monotonic() + grace_s) >= self._deadline:
+            return
+        self._deadline = deadline
 
+        def overdue() -> None:
+            time.sleep(grace_s)
+            try:
+                say_unlocked(f"exiting {grace_s:g} s after {since}, although this is still running: {_running()}")
+                record()
+                end_children()
+            finally:
+                os._exit(exit_code)
 
-def finish(exit_code: int, *, stopped: bool) -> NoReturn:
-    """Ends this process as Python would, in bounded time and without the interpreter's finalization.
+        threading.Thread(target=overdue, name="clusterddp exit", daemon=True).start()
 
-    Finalization with torch takes seconds on a busy node (2.1 s for 4 ranks on 2 cores). After a stop,
-    ``multiprocessing`` gets one second: if the TERM to all processes of the step killed an idle worker of a Pool, its
-    lock is never released, and the Pool would wait for it indefinitely.
-    """
-    exit_within(EXIT_GRACE_S, "the end of the script", exit_code)
-    threading._shutdown()  # type: ignore[attr-defined]
-    _exiting.acquire()
-    if stopped:
+    def finish(self, exit_code: int, *, stopped: bool) -> NoReturn:
+        """Ends this process as Python would, in bounded time and without the interpreter's finalization.
+
+        Finalization with torch takes seconds on a busy node (2.1 s for 4 ranks on 2 cores). After a stop,
+        ``multiprocessing`` gets one second: if the TERM to all processes of the step killed an idle worker of a Pool,
+        its lock is never released, and the Pool would wait for it indefinitely.
+        """
+        self.within(EXIT_GRACE_S, "the end of the script", exit_code)
+        threading._shutdown()  # type: ignore[attr-defined]
+        self._exiting.acquire()
+        if stopped:
+            atexit.unregister(_end_multiprocessing)
+            cancel_at_exit(end_daemonic)
+        atexit._run_exitfuncs()
+        if stopped:
+            _start_multiprocessings_end().join(KILL_AFTER_S)
+        exit_now(exit_code)
+
+    def fail(self, exit_code: int, grace_s: float = FAILURE_GRACE_S) -> NoReturn:
+        """Ends this process after a failure. The script's exit handlers run, because loggers and trackers write their
+        last lines there.
+
+        Does not wait for threads, and skips clusterddp's own exit handlers: they may wait for a collective that other
+        ranks never join. Any thread may call it, because the main thread may wait for one, too.
+        """
+        self.within(grace_s, "the failure", exit_code)
+        self._exiting.acquire()
+        drop_exit_handlers()
         atexit.unregister(_end_multiprocessing)
-        cancel_at_exit(end_daemonic)
-    atexit._run_exitfuncs()
-    if stopped:
-        _start_multiprocessings_end().join(KILL_AFTER_S)
-    exit_now(exit_code)
-
-
-def fail(exit_code: int, grace_s: float = FAILURE_GRACE_S) -> NoReturn:
-    """Ends this process after a failure. The script's exit handlers run, because loggers and trackers write their last
-    lines there.
-
-    Does not wait for threads, and skips clusterddp's own exit handlers: they may wait for a collective that other ranks
-    never join. Any thread may call it, because the main thread may wait for one, too.
-    """
-    exit_within(grace_s, "the failure", exit_code)
-    _exiting.acquire()
-    drop_exit_handlers()
-    atexit.unregister(_end_multiprocessing)
-    atexit._run_exitfuncs()
-    ending = _start_multiprocessings_end()
-    _end_and_name_children()
-    ending.join(KILL_AFTER_S)
-    _exit(exit_code)
+        atexit._run_exitfuncs()
+        ending = _start_multiprocessings_end()
+        _end_and_name_children()
+        ending.join(KILL_AFTER_S)
+        _exit(exit_code)
 
 
 def _start_multiprocessings_end() -> threading.Thread:

@@ -9,12 +9,12 @@ import select
 import struct
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp import protocol
-from clusterddp.worker import control_channel
+from clusterddp.messages.reports import Report
 
 if TYPE_CHECKING:
     from clusterddp.history.beginnings import NotRead, OwnCheckpointRead
@@ -30,24 +30,25 @@ WATCH_MS = 1000
 class ResumeWatch:
     """Whether this attempt reads the file from which it is to continue. Otherwise steps are lost unnoticed.
 
-    ``path``: that file, or a folder: then the files in it and in its folders count. ``others``: checkpoints from which
-    the script may continue instead. Linux reports each open of a file (inotify), by any process of this node and any
-    library: Python's ``open``, a reader in C++ or Rust, ``mmap``. An open that writes does not count. Rank 0's node
-    alone is watched. A script that opens the file without using it seems to continue, and one that opened a copy
-    earlier seems not to.
+    ``path``: that file, or a folder: then the files in it and in its folders count. ``report`` sends an event to the
+    supervisor. ``others``: checkpoints from which the script may continue instead. Linux reports each open of a file
+    (inotify), by any process of this node and any library: Python's ``open``, a reader in C++ or Rust, ``mmap``. An
+    open that writes does not count. Rank 0's node alone is watched. A script that opens the file without using it seems
+    to continue, and one that opened a copy earlier seems not to.
 
     ``late``: the script has made steps without reading the file, which is reported. A script that looks for a learning
     rate first may still read it. From then on a file counts only if this attempt has not written it before.
+    ``ended``: see ``end``.
     """
 
-    def __init__(self, path: str, others: Sequence[str] = ()) -> None:
-        self.path = path
+    def __init__(self, path: str, report: Callable[[Report], None], others: Sequence[str] = ()) -> None:
+        self.path, self._send = path, report
         self._others = [other for other in others if other not in ("", path)]
         self._lock, self._descriptor = threading.Lock(), -1
         self._paths: dict[int, str] = {}
         self._opens: Counter[tuple[int, bytes]] = Counter()
         self._reported = ""
-        self.late = False
+        self.late = self.ended = False
         #: Those that were read. None once that is unknown.
         self._read: set[str] | None = None
         #: Those with files that were written.
@@ -109,7 +110,31 @@ class ResumeWatch:
             if self._reported in (event.name, "own_checkpoint_read"):
                 return
             self._reported = event.name
-        control_channel.report(event)
+        self._send(event)
+
+    def end(self, *, trained: bool = True, stepped: bool = True, final: bool = True) -> bool | None:
+        """Ends the watch, and reports what was read. Returns whether that is ``path``. None if that is unknown, or the
+        watch has ended before.
+
+        Args:
+            trained: whether the script would have read the file by now, because it trains, or is done.
+            stepped: whether it has made a step since its last read. A late read without one is no resume.
+            final: otherwise, if the file was not read, that is reported and the watch continues.
+        """
+        if self.ended:
+            return None
+        read, other = self.is_read(), self.opened_instead()
+        if self.late and not stepped:
+            read, other = False, None
+        if found := self.path if read else other:
+            self.report_read(found)
+        elif read is False and self.path and trained:
+            self.report_unread()
+            if not final:
+                return read
+        self.ended = True
+        self.close()
+        return read
 
     def begin(self) -> None:
         """Reports it as soon as ``path`` is read, from a thread, as a stop may kill this process before it ends."""
@@ -166,42 +191,13 @@ class ResumeWatch:
             self._descriptor = -1
 
 
-#: This process's, on rank 0, until ``end``.
-current: ResumeWatch | None = None
-
-
-def begin(environ: Mapping[str, str]) -> None:
-    """Watches the file from which the script is to continue, from before the script starts."""
-    global current
+def begin(environ: Mapping[str, str], report: Callable[[Report], None]) -> ResumeWatch | None:
+    """Watches the file from which the script is to continue, from before the script starts. None if there is none."""
     named, *others = json.loads(environ.get(protocol.RESUMABLE, '[""]'))
     if path := environ.get(protocol.SAVED, named):
         others.append(named)
-    if path or others:
-        current = ResumeWatch(path, others)
-        current.begin()
-
-
-def end(*, trained: bool = True, stepped: bool = True, final: bool = True) -> bool | None:
-    """Ends the watch, and reports what was read. Returns whether it is the file from which the script is to continue.
-    None if that is unknown, or there was no watch.
-
-    Args:
-        trained: whether the script would have read the file by now, because it trains, or is done.
-        stepped: whether it has made a step since its last read. A late read without one is no resume.
-        final: otherwise, if the file was not read, that is reported and the watch continues.
-    """
-    global current
-    if (watch := current) is None:
+    if not path and not others:
         return None
-    read, other = watch.is_read(), watch.opened_instead()
-    if watch.late and not stepped:
-        read, other = False, None
-    if found := watch.path if read else other:
-        watch.report_read(found)
-    elif read is False and watch.path and trained:
-        watch.report_unread()
-        if not final:
-            return read
-    current = None
-    watch.close()
-    return read
+    watch = ResumeWatch(path, report, others)
+    watch.begin()
+    return watch

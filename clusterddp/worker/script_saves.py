@@ -23,13 +23,12 @@ from types import ModuleType
 from typing import Any
 
 from clusterddp.import_hooks import when_imported
-from clusterddp.messages.reports import Wrote
+from clusterddp.messages.reports import Report, Wrote
 from clusterddp.protocol import SAVING
 from clusterddp.reporter import say
 from clusterddp.rundir.files import fsync_directory, link_target, names_in, symlink, unlink
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import control_channel
-from clusterddp.worker.deferred_stops import deferred_stops
+from clusterddp.worker.deferred_stops import DeferredStops
 
 #: These lead to files that are already open.
 _OPEN_FILES = ("/proc/", "/dev/fd/", "/dev/std")
@@ -37,146 +36,137 @@ _OPEN_FILES = ("/proc/", "/dev/fd/", "/dev/std")
 MOST_REPORTED = 8
 #: Bytes that do not fit on a full disk.
 PROBE_BYTES = 1 << 20
-
-
-class _Process:
-    """The state of this process. ``records``: the folder with a link for each save in progress. ``around``: entered
-    around each save. ``unprotected``: the folders with a file whose saves are not protected. ``reported``: the folders
-    and suffixes of the files that were reported."""
-
-    def __init__(self) -> None:
-        self.records, self.attempt = Path(), 0
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.unprotected: set[Path] = set()
-        self.reported: set[tuple[Path, str]] = set()
-
-
-_this = _Process()
-
-
-def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_signal: str | None = None) -> None:
-    """Protects the saves of this process from now on.
-
-    ``run``: the run directory. ``handles_stops``: whether a stop does not end this process at once, so that it need not
-    wait. ``stop_signal``: the signal that the script expects at a stop (key ``stop``), without SIG. Then TERM and USR2
-    lead to it.
-    """
-    deferred_stops.handles_stops = handles_stops
-    if stop_signal is not None:
-        deferred_stops.also({signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
-    _this.records, _this.attempt = RunDirectory(run).private.absolute(), attempt
-    when_imported("torch", _protect_torch)
-    for name in ("safetensors.torch", "safetensors.numpy"):
-        when_imported(name, _protect_safetensors)
-
-
-def surround_saves(by: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-    """Has each save enter ``by`` from now on, as ``training/script_steps.py`` does to keep it out of the step times."""
-    _this.around = by
-
-
-def _protect_torch(torch: ModuleType) -> None:
-    torch.save = torch.serialization.save = protected(torch.save, "f")  # type: ignore[attr-defined]
-
-
-def _protect_safetensors(module: ModuleType) -> None:
-    module.save_file = protected(module.save_file, "filename")  # type: ignore[attr-defined]  # save_model calls it
-
-
-def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function, protected. Its second argument, ``name``, is the file."""
-
-    @functools.wraps(save)
-    def save_whole(*args: Any, **options: Any) -> Any:
-        named = name in options
-        target = _replaceable(options[name] if named else next(iter(args[1:]), None))
-        if target is None:
-            return save(*args, **options)
-        with _this.around(), deferred_stops.during_save():
-            with _replacing(target) as temporary:
-                if named:
-                    saved = save(*args, **{**options, name: temporary})
-                else:
-                    saved = save(args[0], temporary, *args[2:], **options)
-            _report(target)
-            return saved
-
-    return save_whole
-
-
-def _report(target: Path) -> None:
-    """Reports a save, unless a similar one was reported, because a pattern in the job may not match it."""
-    kind = target.parent, target.suffix
-    if kind not in _this.reported and len(_this.reported) < MOST_REPORTED:
-        _this.reported.add(kind)
-        control_channel.report(Wrote(file=str(target)))
-
-
-def _replaceable(path: Any) -> Path | None:
-    """The regular file that a save to ``path`` writes, after symbolic links. None if it is not one, or the save will
-    fail."""
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or text.endswith("/") or str(Path(text).absolute()).startswith(_OPEN_FILES):
-        return None
-    try:
-        target = Path(text).resolve()
-        if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-            return None
-    except (OSError, RuntimeError):  # RuntimeError: links in a circle
-        return None
-    folder = target.parent
-    if os.access(folder, os.W_OK | os.X_OK) and folder.is_dir():
-        return target
-    if target.exists() and folder not in _this.unprotected:
-        _this.unprotected.add(folder)
-        say(
-            f"saves to {target} are not protected against interruptions, because this user cannot create files in "
-            f"{folder}"
-        )
-    return None
-
-
 #: Errors for a folder that this user may not read, or on a file system that does not sync folders.
 _CANNOT_SYNC = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP}
 
 
-@contextmanager
-def _replacing(target: Path) -> Iterator[str]:
-    """A path with the same file name, whose file then replaces ``target``. If the block raises, the old file stays.
+class ScriptSaves:
+    """The saves of this process, protected from ``protect`` on. ``stops``: holds back those that come during a save.
+    ``report`` sends an event to the supervisor."""
 
-    The name is kept because torch writes it into the file. The new file is in a new folder beside ``target``. While
-    that exists, the run directory has a link of the same name to the folder of ``target``, for ``sweep``.
-    """
-    beside = target.parent / f"{SAVING}{_this.attempt}-{secrets.token_hex(4)}"
-    record = _this.records / beside.name
-    try:
-        symlink(record, beside.parent)
-    except OSError as error:
-        reason = f"could not record the temporary folder {beside} in {_this.records}: {error.strerror}"
-        say(f"{reason}. If this rank is killed during the save, delete that folder")
-    try:
-        beside.mkdir()
-        temporary = beside / target.name
-        yield str(temporary)
-        _like_old(temporary, target)
-        _sync(temporary)
-        temporary.replace(target)
-    except BaseException as error:
-        if _is_full(error, beside):
+    def __init__(self, stops: DeferredStops, report: Callable[[Report], None]) -> None:
+        self._stops, self._send = stops, report
+        #: Entered around each save. ``training/script_steps.py`` keeps it out of the step times.
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        #: The folder with a link for each save in progress.
+        self.records, self._attempt = Path(), 0
+        #: The folders with a file whose saves are not protected.
+        self._unprotected: set[Path] = set()
+        #: The folders and suffixes of the files that were reported.
+        self._reported: set[tuple[Path, str]] = set()
+
+    def protect(
+        self, run: str, attempt: int, handles_stops: Callable[[], bool], stop_signal: str | None = None
+    ) -> None:
+        """Protects the saves of this process from now on.
+
+        ``run``: the run directory. ``handles_stops``: whether a stop does not end this process at once, so that it need
+        not wait. ``stop_signal``: the signal that the script expects at a stop (key ``stop``), without SIG. Then TERM
+        and USR2 lead to it.
+        """
+        self._stops.handles_stops = handles_stops
+        if stop_signal is not None:
+            self._stops.also({signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
+        self.records, self._attempt = RunDirectory(run).private.absolute(), attempt
+        when_imported("torch", self._protect_torch)
+        for name in ("safetensors.torch", "safetensors.numpy"):
+            when_imported(name, self._protect_safetensors)
+
+    def _protect_torch(self, torch: ModuleType) -> None:
+        torch.save = torch.serialization.save = self.protected(torch.save, "f")  # type: ignore[attr-defined]
+
+    def _protect_safetensors(self, module: ModuleType) -> None:  # save_model calls save_file
+        module.save_file = self.protected(module.save_file, "filename")  # type: ignore[attr-defined]
+
+    def protected(self, save: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The same function, protected. Its second argument, ``name``, is the file."""
+
+        @functools.wraps(save)
+        def save_whole(*args: Any, **options: Any) -> Any:
+            named = name in options
+            target = self._replaceable(options[name] if named else next(iter(args[1:]), None))
+            if target is None:
+                return save(*args, **options)
+            with self.around(), self._stops.during_save():
+                with self._replacing(target) as temporary:
+                    if named:
+                        saved = save(*args, **{**options, name: temporary})
+                    else:
+                        saved = save(args[0], temporary, *args[2:], **options)
+                self._report(target)
+                return saved
+
+        return save_whole
+
+    def _report(self, target: Path) -> None:
+        """Reports a save, unless a similar one was reported, because a pattern in the job may not match it."""
+        kind = target.parent, target.suffix
+        if kind not in self._reported and len(self._reported) < MOST_REPORTED:
+            self._reported.add(kind)
+            self._send(Wrote(file=str(target)))
+
+    def _replaceable(self, path: Any) -> Path | None:
+        """The regular file that a save to ``path`` writes, after symbolic links. None if it is not one, or the save
+        will fail."""
+        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+        if not isinstance(text, str) or text.endswith("/") or str(Path(text).absolute()).startswith(_OPEN_FILES):
+            return None
+        try:
+            target = Path(text).resolve()
+            if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+                return None
+        except (OSError, RuntimeError):  # RuntimeError: links in a circle
+            return None
+        folder = target.parent
+        if os.access(folder, os.W_OK | os.X_OK) and folder.is_dir():
+            return target
+        if target.exists() and folder not in self._unprotected:
+            self._unprotected.add(folder)
             say(
-                f"not enough space to save {target}. A save needs space for the new file in addition to an existing "
-                "one, which is unchanged. Free space, or set `protect_saves: false` to overwrite files in place"
+                f"saves to {target} are not protected against interruptions, because this user cannot create files in "
+                f"{folder}"
             )
-        raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        with suppress(OSError):
-            unlink(record)
-    try:
-        fsync_directory(target.parent)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
+        return None
+
+    @contextmanager
+    def _replacing(self, target: Path) -> Iterator[str]:
+        """A path with the same file name, whose file then replaces ``target``. If the block raises, the old file
+        stays.
+
+        The name is kept because torch writes it into the file. The new file is in a new folder beside ``target``. While
+        that exists, the run directory has a link of the same name to the folder of ``target``, for ``sweep``.
+        """
+        beside = target.parent / f"{SAVING}{self._attempt}-{secrets.token_hex(4)}"
+        record = self.records / beside.name
+        try:
+            symlink(record, beside.parent)
+        except OSError as error:
+            reason = f"could not record the temporary folder {beside} in {self.records}: {error.strerror}"
+            say(f"{reason}. If this rank is killed during the save, delete that folder")
+        try:
+            beside.mkdir()
+            temporary = beside / target.name
+            yield str(temporary)
+            _like_old(temporary, target)
+            _sync(temporary)
+            temporary.replace(target)
+        except BaseException as error:
+            if _is_full(error, beside):
+                say(
+                    f"not enough space to save {target}. A save needs space for the new file in addition to an "
+                    "existing one, which is unchanged. Free space, or set `protect_saves: false` to overwrite files in "
+                    "place"
+                )
             raise
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+            with suppress(OSError):
+                unlink(record)
+        try:
+            fsync_directory(target.parent)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC:
+                raise
 
 
 def _sync(file: Path) -> None:

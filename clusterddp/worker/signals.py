@@ -75,9 +75,6 @@ class SignalPipe:
     """
 
     def __init__(self) -> None:
-        global _active
-        if of_script is not None:
-            of_script.release()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
@@ -88,7 +85,6 @@ class SignalPipe:
         self._replaced: set[signal.Signals] = set()
         self._on_replaced: Callable[[signal.Signals, object], None] = _do_nothing
         self._checks = 0
-        _active = self
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def listen(
@@ -150,8 +146,6 @@ class SignalPipe:
     def close(self, *, restore_handlers: bool) -> None:
         """Stops listening. Without ``restore_handlers`` the signals are ignored from now on, as the process is
         ending."""
-        global _active
-        _active = None
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._handlers_before.items():
             if _signal.getsignal(number) is self._handler:
@@ -189,10 +183,10 @@ class ScriptSignal:
     """
 
     def __init__(self, name: str, on_signal: Callable[[signal.Signals], None]) -> None:
-        global of_script
         self.number = signal.Signals[f"SIG{name}"]
         #: Whether the script's handler has been called.
         self.delivered = False
+        self._released = False
         self._caught = (*STOP_SIGNALS, *({self.number} - set(STOP_SIGNALS)))
         self._install, self._installed = signal.signal, signal.getsignal
         usual = {signal.SIGINT: signal.default_int_handler}
@@ -202,7 +196,6 @@ class ScriptSignal:
         for number in self._caught:
             signal.signal(number, self._catch)
         signal.signal, signal.getsignal = self._note, self._noted  # type: ignore[assignment]
-        of_script = self
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._caught)
 
     def send(self) -> None:
@@ -233,7 +226,7 @@ class ScriptSignal:
 
     def _note(self, number: int, handler: Any) -> Any:
         """Replaces ``signal.signal``, and raises the same errors."""
-        if number not in self._handlers or of_script is not self:
+        if number not in self._handlers or self._released:
             return self._install(number, handler)
         with signals_blocked(*self._caught):
             self._install(number, handler)
@@ -248,16 +241,67 @@ class ScriptSignal:
     def release(self) -> None:
         """Stops catching: the signals get the handlers that the script has installed, and an unhandled USR2 is ignored.
         The script turned out to use clusterddp, or this is a forked child."""
-        global of_script
-        of_script = None
+        self._released = True
         signal.signal, signal.getsignal = self._install, self._installed
         for number, handler in self._handlers.items():
             unhandled = number == signal.SIGUSR2 and handler == signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if unhandled else handler)
 
 
-#: This rank's; None if its job names no signal, or its script uses clusterddp.
-of_script: ScriptSignal | None = None
+class StopSignals:
+    """Who gets the stop signals of this process: clusterddp, the script, or neither."""
+
+    def __init__(self) -> None:
+        self._pipe: SignalPipe | None = None
+        #: None if the job names no signal, or the script uses clusterddp.
+        self.of_script: ScriptSignal | None = None
+
+    def catch(self) -> SignalPipe:
+        """Catches them from now on. In the main thread."""
+        if self.of_script is not None:
+            self.of_script.release()
+            self.of_script = None
+        self._pipe = SignalPipe()
+        return self._pipe
+
+    def close(self, *, restore_handlers: bool) -> None:
+        """Ends ``catch``, as ``SignalPipe.close``."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            pipe.close(restore_handlers=restore_handlers)
+
+    def expect(self, name: str, on_signal: Callable[[signal.Signals], None]) -> ScriptSignal:
+        """Turns them into the one that the script expects, as ``ScriptSignal``."""
+        self.of_script = ScriptSignal(name, on_signal)
+        return self.of_script
+
+    def before_fork(self) -> None:
+        """Blocks the signals, so that none reaches the child before it has closed the pipe of this process."""
+        if self._pipe is not None:
+            _thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def after_fork(self) -> None:
+        """In this process."""
+        mask, _thread.mask = _thread.mask, None
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def in_forked_child(self) -> None:
+        """Gives the child the signals as they were before ``catch`` or ``expect``."""
+        mask, _thread.mask = _thread.mask, None
+        if self.of_script is not None:
+            if _forked_by_loader():  # its death would raise in the rank while that saves
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            self.of_script.release()
+            self.of_script = None
+        if mask is not None:
+            pipe, self._pipe = self._pipe, None
+            if pipe is not None:
+                pipe.forget()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask if _thread.shielded else mask - {signal.SIGUSR2})
+        # One from before ``clusterddp.init()`` does not inherit that USR2 is blocked.
+        if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
 
 
 def described(handler: object) -> str:
@@ -267,9 +311,6 @@ def described(handler: object) -> str:
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else name
 
 
-# --- in forked children
-
-
 class _Thread(threading.local):
     """``mask``: this thread's signal mask while it forks. ``shielded``: its children keep the stop signals blocked."""
 
@@ -277,35 +318,7 @@ class _Thread(threading.local):
     shielded = False
 
 
-_active: SignalPipe | None = None
 _thread = _Thread()
-
-
-def _before_fork() -> None:
-    """Blocks the signals, so that none reaches the child before it has closed the pipe of this process."""
-    if _active is not None:
-        _thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
-def _after_fork() -> None:
-    mask, _thread.mask = _thread.mask, None
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _after_fork_in_child() -> None:
-    global _active
-    mask, _thread.mask = _thread.mask, None
-    if of_script is not None:
-        if _forked_by_loader():  # its death would raise in the rank while that saves
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        of_script.release()
-    if mask is None:
-        return
-    pipe, _active = _active, None
-    if pipe is not None:
-        pipe.forget()
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask if _thread.shielded else mask - {signal.SIGUSR2})
 
 
 def _forked_by_loader() -> bool:
@@ -316,6 +329,3 @@ def _forked_by_loader() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

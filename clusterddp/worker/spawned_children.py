@@ -9,7 +9,7 @@ from multiprocessing import spawn
 from typing import Any
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import optimizer_hook, script_saves
+from clusterddp.worker import optimizer_hook, rank_process
 
 #: If clusterddp cannot be imported, the child saves as it would elsewhere.
 _IN_CHILD = """\
@@ -40,7 +40,7 @@ def prepare_children(run: str, attempt: int, *, protect: bool, steps: bool) -> N
 def begin_child(run: str, attempt: int, protect: bool, steps: bool) -> None:
     """In such a process, before it runs code of the script."""
     if protect:
-        script_saves.protect(run, attempt, lambda: False)
+        rank_process.begin().saves.protect(run, attempt, lambda: False)
     if steps:
         optimizer_hook.note_first_step(RunDirectory(run).child_step_file(attempt).absolute())
     prepare_children(run, attempt, protect=protect, steps=steps)

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,8 +22,9 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text
-from clusterddp.worker import rank, rank_exit
+from clusterddp.worker import rank
 from clusterddp.worker.control_channel import ControlChannel
+from clusterddp.worker.rank_process import RankProcess
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.ranks.test_local import submit
 from tests.runs_on_disk import outcome_of
@@ -172,11 +175,10 @@ def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
 def test_a_rank_that_is_told_to_exit_reports_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The box shows that if the rank waited for one that takes a while to exit with code 0, and raised no error yet."""
     sent: list[Left] = []
-    monkeypatch.setattr(rank_exit, "fail", lambda *_: None)
     monkeypatch.setattr(rank, "USING_CLUSTERDDP", {__name__})
-    channel = SimpleNamespace(send=sent.append)
-    order = Leave("rank 1 exited")
-    listener = threading.Thread(target=lambda: rank.obey(channel, order))  # type: ignore[arg-type]
+    process = RankProcess(cast(Any, SimpleNamespace(send=sent.append)))
+    process.exit = cast(Any, Mock())
+    listener = threading.Thread(target=lambda: rank.obey(process, Leave("rank 1 exited")))
     listener.start()
     listener.join()
     told = RankEnd.of(0, "n1", 9.0, sent[0])
@@ -193,7 +195,7 @@ def test_an_exception_is_recorded_and_shown_whether_or_not_the_scripts_hook_fail
         monkeypatch.setattr(sys, name, now)  # to be restored
     script = tmp_path / "hooked.py"
     script.write_text("import sys\nsys.excepthook = lambda *_: 1 // 0\nraise ValueError('the data ends here')\n")
-    end, code = rank.run_script([str(script)])
+    end, code = rank.run_script(RankProcess(), [str(script)])
     assert (end.end, end.error, code) == (End.EXCEPTION, "ValueError: the data ends here", 1)
     shown = capsys.readouterr().err
     assert "ZeroDivisionError" in shown and "ValueError: the data ends here" in shown

@@ -47,7 +47,7 @@ import os, sys, time
 from pathlib import Path
 import clusterddp
 from clusterddp.distributed import process_group as store_module
-from clusterddp.worker import control_channel
+from clusterddp.worker.rank_process import RankProcess
 
 rank, (here, is_open), Store = int(os.environ["RANK"]), map(Path, sys.argv[1:]), store_module.TCPStore
 
@@ -61,11 +61,11 @@ def store(*values, is_master, **options):
     print("connects to an open store:", is_open.exists(), flush=True)
     return Store(*values, is_master=is_master, **options)
 
-def await_store(seconds):
+def await_store(process, seconds):
     here.touch()
-    return wait(seconds)
+    return wait(process, seconds)
 
-store_module.TCPStore, wait, control_channel.await_store = store, control_channel.await_store, await_store
+store_module.TCPStore, wait, RankProcess.await_store = store, RankProcess.await_store, await_store
 with clusterddp.init():
     pass
 """

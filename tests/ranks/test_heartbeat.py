@@ -240,12 +240,13 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.decide import step
 from clusterddp.messages.reports import Joined
 from clusterddp.supervisor.attempt_state import Broadcast, RankEvent, State
-from clusterddp.worker import control_channel, rank
+from clusterddp.worker import rank, rank_process
+from clusterddp.worker.control_channel import ControlChannel
 
 server = ControlServer("token", Handlers(lambda *_: None), host="127.0.0.1")
-control_channel.current = control_channel.ControlChannel.join(f"127.0.0.1:{server.port}", "token", 0, 1, timeout=10)
-channel = control_channel.current
-channel.listen(lambda: None, lambda order: rank.obey(channel, order))
+process = rank_process.begin()
+process.channel = ControlChannel.join(f"127.0.0.1:{server.port}", "token", 0, 1, timeout=10)
+process.channel.listen(lambda: None, lambda order: rank.obey(process, order))
 ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
 dist.all_reduce(torch.ones(1))
 state, _ = step(State(Job(name="x", module="x"), ("n1",), abandon_s=5.0), RankEvent(0, Joined("n1")), 0.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import UNCONFIRMED
+from clusterddp.messages.reports import Report
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.resume_watch import ResumeWatch
 from tests import ddp
@@ -199,13 +200,17 @@ def test_processes_of_the_script_are_told_that_they_get_no_stop_and_the_history_
     assert (run.attempt_logs(0) / "rank-0.err").read_text().count(said) == 2, "each process says it once"
 
 
+def unreported(_: Report) -> None:
+    """What a watch reports does not matter."""
+
+
 def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None:
     """Python's ``open`` is not the only way; and a listing of a folder reads none of its files."""
     file, folder = tmp_path / "save.pt", tmp_path / "sharded"
     (folder / "0").mkdir(parents=True)
     for path in (file, folder / "0" / "model"):
         path.write_text("state")
-    watches = [ResumeWatch(str(path)) for path in (file, folder, file, folder)]
+    watches = [ResumeWatch(str(path), unreported) for path in (file, folder, file, folder)]
     first, second = watches[:2]
     list(folder.rglob("*"))
     file.stat()
@@ -213,6 +218,6 @@ def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None
     subprocess.run(["cat", str(file), str(folder / "0" / "model")], stdout=subprocess.DEVNULL, check=True)
     assert all(watch.was_opened() for watch in watches[2:])
     assert [watch.was_opened() for watch in watches] == [False, False, True, True]
-    gone = ResumeWatch(str(file))
+    gone = ResumeWatch(str(file), unreported)
     file.unlink()
-    assert [gone.was_opened(), ResumeWatch(str(tmp_path / "never")).was_opened()] == [False, False]
+    assert [gone.was_opened(), ResumeWatch(str(tmp_path / "never"), unreported).was_opened()] == [False, False]

@@ -17,7 +17,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
 from clusterddp.training import script_steps
 from clusterddp.training.script_steps import MOVED_ON, ScriptSteps
-from clusterddp.worker import optimizer_hook
+from clusterddp.worker.rank_process import RankProcess
 from tests.cli import clusterddp
 from tests.histories import check_history
 from tests.ranks.test_local import submit
@@ -316,7 +316,7 @@ def test_a_hang_of_an_untouched_script_is_named_and_its_steps_are_those_of_its_l
 
 def test_steps_are_those_of_the_optimizer_that_steps_first() -> None:
     """Until it is gone, or another one has stepped very often without it. Steps in other threads are not looked at."""
-    steps = ScriptSteps(torch.device("cpu"))
+    steps = ScriptSteps(RankProcess(), torch.device("cpu"))
     first, second, third = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(3))
     for optimizer in (first, second, second, third) * 3:
         steps.on_optimizer_step(optimizer)
@@ -337,20 +337,20 @@ def test_steps_are_those_of_the_optimizer_that_steps_first() -> None:
     steps.close()
 
 
-def test_a_script_with_a_context_has_no_hook() -> None:
+def test_a_script_with_a_context_has_no_hook(process: RankProcess) -> None:
     """A context counts its own steps. The hook is removed with an error of ours, too: the script goes on."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    optimizer_hook.watch_optimizers()
+    process.optimizers.begin()
     optimizer.step()
-    assert script_steps.current().steps == 1
-    script_steps.hand_over()
+    assert script_steps.current(process).steps == 1
+    script_steps.hand_over(process)
     optimizer.step()
-    assert script_steps._current is None and not _global_optimizer_post_hooks
-    optimizer_hook.watch_optimizers()
-    script_steps.current().on_optimizer_step = lambda _: 1 / 0  # type: ignore[method-assign,assignment]
+    assert process.steps is None and not _global_optimizer_post_hooks
+    process.optimizers.begin()
+    script_steps.current(process).on_optimizer_step = lambda _: 1 / 0  # type: ignore[method-assign,assignment]
     optimizer.step()
     assert not _global_optimizer_post_hooks
-    script_steps.hand_over()
+    script_steps.hand_over(process)
 
 
 def test_ranks_that_train_apart_are_told_and_their_steps_are_still_seen(run: RunDirectory, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.worker import control_channel
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.rank import obey
+from clusterddp.worker.rank_process import RankProcess
 from tests.connections import accepted_at, break_connection, connection_to
 from tests.reports import fields_of
 from tests.wording import raises, says
@@ -154,7 +155,8 @@ def test_each_reason_to_stop_is_passed_on_once_also_those_from_before(heard: Hea
 def test_a_commit_waits_until_the_supervisor_knows_that_all_ranks_have_made_its_step(heard: Heard) -> None:
     """Rank 0 asks again, as another rank may be a little behind."""
     link, answers = join(heard, 0, port=1), list[str | None]()
-    link.listen(lambda: None, lambda order: obey(link, order))
+    process = RankProcess(link)
+    link.listen(lambda: None, lambda order: obey(process, order))
     heard.events.get(timeout=10)  # joined
     for number, why_not in ((1, None), (2, "rank 1 (n2) exited")):
         asking = threading.Thread(target=lambda: answers.append(link.why_not_commit(7, lambda: False)))
@@ -169,18 +171,16 @@ def test_a_commit_waits_until_the_supervisor_knows_that_all_ranks_have_made_its_
     assert link.why_not_commit(7, lambda: True) is None
 
 
-def test_a_rank_counts_its_steps_for_a_commit_also_once_its_run_has_ended(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_counts_its_steps_for_a_commit_also_once_its_run_has_ended(heard: Heard) -> None:
     """Before it has a run, it has no answer, and is asked again."""
     link = join(heard, 0, port=1)
     heard.events.get(timeout=10)  # joined
-    monkeypatch.setattr(control_channel, "current", link)
-    obey(link, orders.CountSteps(1))
-    control_channel.on_requests(control_channel.RunRequests(progress=lambda: (7, 5), save=lambda: None))
-    obey(link, orders.CountSteps(2))
-    control_channel.on_requests(None)
-    obey(link, orders.CountSteps(3))
+    process = RankProcess(link)
+    obey(process, orders.CountSteps(1))
+    process.on_requests(control_channel.RunRequests(progress=lambda: (7, 5), save=lambda: None))
+    obey(process, orders.CountSteps(2))
+    process.on_requests(None)
+    obey(process, orders.CountSteps(3))
     assert [heard.events.get(timeout=10)[2] for _ in range(2)] == [{"question": n, "step": 7} for n in (2, 3)]
 
 
@@ -252,17 +252,16 @@ def test_a_rank_whose_connection_broke_learns_that_the_store_is_open(heard: Hear
     assert heard.events.get(timeout=10)[1] == "rejoined"
 
 
-def test_a_rank_does_not_wait_for_a_store_that_nobody_will_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_does_not_wait_for_a_store_that_nobody_will_tell_of() -> None:
     """Its supervisor has exited, or there is none."""
     heard = Heard()
     link = join(heard, 0, port=1)
-    monkeypatch.setattr(control_channel, "current", link)
-    assert not control_channel.await_store(0)
+    process = RankProcess(link)
+    assert not process.await_store(0)
     link.listen(lambda: None, lambda _: None)
     heard.server.close()
-    assert control_channel.await_store(30)
-    monkeypatch.setattr(control_channel, "current", None)
-    assert control_channel.await_store(0)
+    assert process.await_store(30)
+    assert RankProcess().await_store(0)
 
 
 def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Heard) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +19,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.training import context
 from clusterddp.training.context import ProgressLines
-from clusterddp.worker import rank_exit
+from clusterddp.worker.rank_exit import Loop
+from clusterddp.worker.rank_process import RankProcess
 from tests.histories import happened
 from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps, write_lines
 from tests.terminal import Terminal
@@ -44,18 +45,18 @@ def test_the_newest_metrics_are_those_of_the_newest_step_that_logged_any(tmp_pat
 
 
 @pytest.fixture
-def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProgressLines]:
+def lines(tmp_path: Path, process: RankProcess) -> Iterator[ProgressLines]:
     """Of attempt 1, in a loop of 100 steps of which 10 are done."""
     path = tmp_path / "metrics.jsonl"
     write_lines(path, steps(range(10), 1, loss=0.5))
-    monkeypatch.setattr(rank_exit.training, "loop", rank_exit.Loop(lambda: 10, 100))
+    process.training.loop = Loop(lambda: 10, 100)
     lines = ProgressLines(path, 1, 3600.0)
     yield lines
     lines.close()
 
 
 def test_rank_0_prints_a_line_only_after_new_steps_of_its_loop(
-    lines: ProgressLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: ProgressLines, tmp_path: Path, process: RankProcess
 ) -> None:
     """Not during an evaluation, after a break, or about the attempt before."""
     assert lines.line() == "step 10/100, 2 steps/s, 45 s left, loss 0.5"
@@ -65,7 +66,7 @@ def test_rank_0_prints_a_line_only_after_new_steps_of_its_loop(
     write_lines(tmp_path / "metrics.jsonl", steps(range(12), 0))
     assert lines.line() is None
     write_lines(tmp_path / "metrics.jsonl", steps(range(13), 1))
-    monkeypatch.setattr(rank_exit.training, "loop", None)
+    process.training.complete_loop()
     assert lines.line() is None
 
 
@@ -143,9 +144,9 @@ def test_a_run_without_its_job_definition_does_not_end_the_command_and_shows_no_
 
 @pytest.mark.parametrize(("launcher", "prints"), [("slurm", True), ("local", False)])
 def test_rank_0_prints_lines_unless_the_command_of_a_local_run_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, prints: bool
+    tmp_path: Path, process: RankProcess, launcher: str, prints: bool
 ) -> None:
-    monkeypatch.setattr(context.control_channel, "supervised", lambda: True)
+    process.channel = cast(Any, object())
     job, ranks = Job(name="net", module="net"), SimpleNamespace(rank=0, launcher=launcher)
     settings: Any = SimpleNamespace(run_dir=RunDirectory(tmp_path), job=job, ranks=ranks)
     lines = context.begin(settings, 0)

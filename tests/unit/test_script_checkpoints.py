@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
+from clusterddp.history.beginnings import NotRead, OwnCheckpointRead
 from clusterddp.history.checkpoints import NoMatch, OwnCheckpoint
 from clusterddp.history.codec import sentence
 from clusterddp.history.event import Event
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.jobdef.program import checkpoint_values
-from clusterddp.messages.reports import End
+from clusterddp.messages.reports import End, Report
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_progress import new_checkpoints, progress
 from clusterddp.supervisor.retry_limits import exceeded
 from clusterddp.supervisor.script_checkpoints import ScriptCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
-from clusterddp.worker import control_channel, resume_watch
 from clusterddp.worker.resume_watch import ResumeWatch
 from tests.histories import event_of, view
 from tests.wording import says
@@ -39,6 +39,10 @@ ARGS = ("--resume", "{checkpoint}")
 def run(tmp_path: Path) -> RunDirectory:
     (tmp_path / "run").mkdir()
     return RunDirectory(tmp_path / "run")
+
+
+def unreported(_: Report) -> None:
+    """What a watch reports does not matter."""
 
 
 def zipped(path: Path, content: str = "weights") -> bytes:
@@ -369,7 +373,7 @@ def test_the_supervisor_opens_the_checkpoint_that_it_continues_from_once(run: Ru
     """Later, an open shows that the script reads it."""
     zipped(run.path / "a.pt")
     own, _ = begun(run, 1, [event(0, 50.0, "started")])
-    seen = ResumeWatch(f"{run.path}/a.pt")
+    seen = ResumeWatch(f"{run.path}/a.pt", unreported)
     assert watched(own) == []
     assert seen.was_opened() is False
     zipped(run.path / "a.pt", "later")
@@ -384,7 +388,7 @@ def test_no_look_of_the_supervisor_counts_as_a_read_of_a_checkpoint(run: RunDire
     own, _ = begun(run, 1, [event(0, 50.0, "started")])
     named, *others = json.loads(own.saved()["CLUSTERDDP_RESUMABLE"])
     assert (named, others) == (f"{run.path}/a.pt", [f"{run.path}/old.pt"])
-    seen = ResumeWatch(named, others)
+    seen = ResumeWatch(named, unreported, others)
     zipped(run.path / "b.pt" / "model")
     assert watched(own) == ["attempt 1: own_checkpoint b.pt"]
     assert (seen.was_opened(), seen.opened_instead()) == (False, None)
@@ -395,57 +399,50 @@ def test_an_open_that_writes_is_no_read(run: RunDirectory) -> None:
     file, other = run.path / "a.pt", run.path / "b.pt"
     for path in (file, other):
         zipped(path)
-    seen = ResumeWatch(str(file), ["", str(file), str(other)])
+    seen = ResumeWatch(str(file), unreported, ["", str(file), str(other)])
     for path in (file, other):
         path.write_bytes(b"later")
     assert (seen.was_opened(), seen.opened_instead()) == (False, None)
-    seen = ResumeWatch("", [str(file), str(other)])
+    seen = ResumeWatch("", unreported, [str(file), str(other)])
     other.read_bytes()
     assert (seen.was_opened(), seen.opened_instead()) == (False, str(other))
-    seen = ResumeWatch(str(file))
+    seen = ResumeWatch(str(file), unreported)
     with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert mapped[:] == b"later"
     file.unlink()
     assert seen.was_opened() is True
 
 
-def ignoring(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reports of a script that has made steps without reading this file."""
+def ignoring(path: Path) -> tuple[ResumeWatch, list[Report]]:
+    """The watch and the reports of a script that has made steps without reading this file."""
     zipped(path)
-    reports: list[str] = []
-    monkeypatch.setattr(
-        control_channel, "report", lambda event: reports.append(f"{event.name} {Path(event.file).name}")
-    )
-    monkeypatch.setattr(resume_watch, "current", ResumeWatch(str(path)))
+    reports: list[Report] = []
+    watch = ResumeWatch(str(path), reports.append)
     for _ in range(2):
-        assert resume_watch.end(final=False) is False
-    assert reports == ["not_read a.pt"]
-    return reports
+        assert watch.end(final=False) is False
+    assert reports == [NotRead(file=str(path))]
+    return watch, reports
 
 
-def test_a_checkpoint_that_is_read_after_some_steps_is_resumed_from(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_read_after_some_steps_is_resumed_from(run: RunDirectory) -> None:
     """As by a script that looks for a learning rate first."""
-    reports = ignoring(run.path / "a.pt", monkeypatch)
+    watch, reports = ignoring(run.path / "a.pt")
     (run.path / "a.pt").read_bytes()
-    assert resume_watch.end(final=False) is True
-    assert reports == ["not_read a.pt", "own_checkpoint_read a.pt"]
-    assert resume_watch.current is None
+    assert watch.end(final=False) is True
+    assert reports[1:] == [OwnCheckpointRead(file=str(run.path / "a.pt"))]
+    assert watch.ended and watch.end() is None
 
 
 @pytest.mark.parametrize("then", ["ends", "writes"])
-def test_a_late_read_without_a_step_or_of_what_the_attempt_wrote_is_no_resume(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, then: str
-) -> None:
+def test_a_late_read_without_a_step_or_of_what_the_attempt_wrote_is_no_resume(run: RunDirectory, then: str) -> None:
     """A script that ignores its checkpoint may load its best one for a last evaluation, or what it has just saved."""
-    reports = ignoring(run.path / "a.pt", monkeypatch)
+    watch, reports = ignoring(run.path / "a.pt")
     if then == "writes":
         with open(run.path / "a.pt", "wb"):  # the save takes several steps, in a thread
-            assert resume_watch.end(final=False) is False
+            assert watch.end(final=False) is False
     (run.path / "a.pt").read_bytes()
-    assert resume_watch.end(stepped=then == "writes") is False
-    assert reports == ["not_read a.pt"]
+    assert watch.end(stepped=then == "writes") is False
+    assert len(reports) == 1
 
 
 def test_an_attempt_that_read_its_checkpoint_late_has_not_begun_again() -> None:

@@ -19,6 +19,8 @@ from clusterddp.errors import STOPPED
 from clusterddp.protocol import SAVING
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import script_saves
+from clusterddp.worker.deferred_stops import DeferredStops
+from clusterddp.worker.script_saves import ScriptSaves
 from tests.wording import raises
 
 Save = Callable[..., Any]
@@ -41,12 +43,11 @@ def plain_save(value: bytes, f: Any) -> str:
 
 
 @pytest.fixture
-def save(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Save]:
-    process = script_saves._Process()
-    process.records = tmp_path_factory.mktemp("records")
-    monkeypatch.setattr(script_saves, "_this", process)
-    yield script_saves.protected(plain_save, "f")
-    assert not list(process.records.iterdir())
+def save(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Save]:
+    saves = ScriptSaves(DeferredStops(), lambda _: None)
+    saves.records = tmp_path_factory.mktemp("records")
+    yield saves.protected(plain_save, "f")
+    assert not list(saves.records.iterdir())
 
 
 def test_a_save_replaces_the_file_by_a_whole_one_of_the_same_mode(save: Save, tmp_path: Path) -> None:
@@ -130,9 +131,10 @@ def test_a_file_system_that_cannot_sync_folders_fails_no_save(
 IN_A_PROCESS = """
 import os, signal, sys, threading
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import script_saves
+from clusterddp.worker import rank_process
 RunDirectory("run").create()
-script_saves.protect("run", 0, lambda: False)
+saves = rank_process.current().saves
+saves.protect("run", 0, lambda: False)
 who, how = sys.argv[1:]
 
 def refuse(*_):
@@ -163,7 +165,7 @@ def slow_save(value, f):
 
 if how == "handled":
     signal.signal(signal.SIGTERM, lambda *_: print("handler", open("ckpt.pt").read()))
-save = script_saves.protected(slow_save, "f")
+save = saves.protected(slow_save, "f")
 if who == "thread":
     thread = threading.Thread(target=save, args=(0, "ckpt.pt"))
     thread.start()
@@ -219,7 +221,7 @@ LAUNCHED = """
 import os, signal, sys
 from submitit.core.utils import DelayedSubmission
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import function, script_saves, rank
+from clusterddp.worker import function, rank, rank_process
 
 def slow_save(value, f):
     with open(f, "w") as file:
@@ -229,7 +231,7 @@ def slow_save(value, f):
 
 class Trains:
     def __call__(self):
-        script_saves.protected(slow_save, "f")(0, "ckpt.pt")
+        rank_process.current().saves.protected(slow_save, "f")(0, "ckpt.pt")
 
     def checkpoint(self):
         print("checkpoint", open("ckpt.pt").read())
@@ -237,7 +239,7 @@ class Trains:
 
 run = RunDirectory("run")
 run.create()
-script_saves.protect("run", 0, rank.stops_at_a_step)
+rank_process.current().saves.protect("run", 0, rank.stops_at_a_step)
 function.PreemptibleCall(run, run.create_attempt(), 0, DelayedSubmission(Trains())).carry_out()
 """
 
@@ -258,8 +260,8 @@ def save_in_child():
     save(0, "child.pt")
 
 if __name__ == "__main__":
-    from clusterddp.worker import script_saves, spawned_children
-    script_saves.protect("run", 0, lambda: False)
+    from clusterddp.worker import rank_process, spawned_children
+    rank_process.current().saves.protect("run", 0, lambda: False)
     spawned_children.prepare_children("run", 0, protect=True, steps=False)
     assert "torch" not in sys.modules and importlib.util.find_spec("torch")
     from torch import save

@@ -13,10 +13,10 @@ from tests.wording import says
 #: Waits for what the signals did; the handlers run between two bytecodes of the main thread.
 BEGIN = """
 import os, signal, sys, threading
-from clusterddp.worker import signals
+from clusterddp.worker import rank_process
 caught, seen = [], threading.Semaphore(0)
 def told(number): seen.release()
-stop = signals.ScriptSignal("{name}", told)
+stop = rank_process.begin().signals.expect("{name}", told)
 def send(*names):
     for name in names:
         os.kill(os.getpid(), getattr(signal, name))

@@ -43,6 +43,7 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
+from clusterddp.worker.rank_process import RankProcess
 from tests.fake_slurm import FakeSlurm, NoRanks
 from tests.histories import check_history, happened, view
 from tests.waiting import wait_until
@@ -261,7 +262,7 @@ def test_a_script_that_saves_on_its_own_is_told_so(run: RunDirectory, supervised
     """The answer of the rank's own entry point; with a run, the request reaches it."""
     ranks = supervised(2)
     asked: list[str] = []
-    ranks.obey = lambda channel, rank, order: obey(channel, order)  # type: ignore[method-assign]
+    ranks.obey = lambda channel, rank, order: obey(RankProcess(channel), order)  # type: ignore[method-assign]
     with raises(RunDirectoryError):
         command(["save", str(run)])
 
