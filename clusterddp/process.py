@@ -326,7 +326,9 @@ class RunningClock:
         return passed - counted
 
 
-_collecting = threading.Lock()
+#: Held across a fork, so that a child does not find it locked by a thread that it lacks.
+_collecting = threading.RLock()
+os.register_at_fork(before=_collecting.acquire, after_in_parent=_collecting.release, after_in_child=_collecting.release)
 
 
 def current_frames() -> dict[int, FrameType]:
@@ -345,11 +347,3 @@ def current_frames() -> dict[int, FrameType]:
         finally:
             if enabled:
                 gc.enable()
-
-
-def _unlock() -> None:
-    global _collecting
-    _collecting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock)

@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import socket
@@ -248,19 +249,18 @@ def _cleared(result: Any) -> int:
     return code
 
 
-_warned_unpinned = False
-
-
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in pinned memory, from which and to which copies need no waiting, or as it is if CUDA refuses that."""
-    global _warned_unpinned
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
-        if not _warned_unpinned:
-            _warned_unpinned = True
-            say(f"could not pin memory ({in_words(error)}). Copies to and from the GPU hold up the training")
+        _warn_unpinned(in_words(error))
         return tensor
+
+
+@functools.cache  # once
+def _warn_unpinned(why: str) -> None:
+    say(f"could not pin memory ({why}). Copies to and from the GPU hold up the training")
 
 
 def live_graphs() -> list[torch.cuda.CUDAGraph]:

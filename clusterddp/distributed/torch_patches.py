@@ -26,7 +26,6 @@ _sync_buffers = DistributedDataParallel._sync_buffers
 _capturing: torch.cuda.CUDAGraph | None = None
 _optimizers_in: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, dict[Any, None]] = weakref.WeakKeyDictionary()
 _replayed: list[Callable[[Any], None]] = []
-_watching_graphs = False
 
 
 class Hook:
@@ -130,6 +129,7 @@ class _Extended:
         return self._method.__reduce_ex__(protocol)
 
 
+@functools.cache  # once
 def watch_graphs() -> None:
     """From now on, notes which optimizers' steps are captured in CUDA graphs, for ``after_replayed_step``.
 
@@ -137,10 +137,6 @@ def watch_graphs() -> None:
     hook. Nothing else shows it either: a replay does not change the versions of tensors. The methods are replaced in
     the class, which torch.compile's graphs also use.
     """
-    global _watching_graphs
-    if _watching_graphs:
-        return
-    _watching_graphs = True
     graphs: Any = torch.cuda.CUDAGraph
     capture_begin, capture_end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
     hooks: list[Any] = []

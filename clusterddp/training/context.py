@@ -55,6 +55,7 @@ from clusterddp.training.step_timing import Evaluations, step_times
 from clusterddp.training.stopping import Stopping, open_store
 from clusterddp.training.warm_start import Files
 from clusterddp.worker import rank_process
+from clusterddp.worker.rank_exit import Training
 from clusterddp.worker.rank_process import RankProcess
 
 if TYPE_CHECKING:
@@ -65,12 +66,14 @@ class ProgressLines:
     """Prints from its creation until ``close()``, after each ``every_s`` seconds in which a step was completed.
 
     Args:
+        training: how far the loop of this process is.
         metrics: the run's metrics.jsonl.
         attempt: the number of this attempt.
         every_s: seconds between lines.
     """
 
-    def __init__(self, metrics: Path, attempt: int, every_s: float) -> None:
+    def __init__(self, training: Training, metrics: Path, attempt: int, every_s: float) -> None:
+        self._training = training
         self._metrics, self._attempt, self._every_s = metrics, attempt, every_s
         self._shown = -1
         self._end = threading.Event()
@@ -87,7 +90,7 @@ class ProgressLines:
 
     def line(self) -> str | None:
         """The line, if the loop runs and has completed a step since the last line."""
-        loop = rank_process.current().training.loop
+        loop = self._training.loop
         if loop is None or loop.left_at is not None:
             return None
         found = recent(self._metrics)
@@ -103,14 +106,14 @@ def has_own_display() -> bool:
     return len(bars) > 0 or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def begin(read: Settings, attempt: int) -> ProgressLines | None:
+def begin(process: RankProcess, read: Settings, attempt: int) -> ProgressLines | None:
     """Only in a run's job. A local run's command shows the progress itself. Elsewhere, the script's launcher and its
     user decide what is printed."""
     directory, every_s = read.run_dir, read.job.progress_interval
-    ours = rank_process.current().supervised and read.ranks.launcher != "local"
+    ours = process.supervised and read.ranks.launcher != "local"
     if read.ranks.rank != 0 or not ours or directory is None or every_s is None:
         return None
-    return ProgressLines(directory.metrics_file, attempt, every_s)
+    return ProgressLines(process.training, directory.metrics_file, attempt, every_s)
 
 
 def init(
@@ -208,15 +211,15 @@ class Context(Loaders):
         if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met
             process.report(Phase(phase="rendezvous"))
         process.report(Connecting())
-        self._group = process_group.ProcessGroup(ranks, self.device, backend, open_store(read))
+        self._group = process_group.ProcessGroup(ranks, self.device, backend, open_store(process, read))
         process.report(Connected())
-        self._history = AttemptHistory(read, self._group.attempt_store)
+        self._history = AttemptHistory(process, read, self._group.attempt_store)
         if self.rank == 0:
             self._history.report(Phase(phase="importing"))
         for unused in read.unused:
             self._report_unused(unused)
         self._evaluations = Evaluations(self._report_evaluations)
-        self._stopping = Stopping(read, self._group.attempt_store, self._history.report)
+        self._stopping = Stopping(process, read, self._group.attempt_store, self._history.report)
         self._agreement = self._stopping.agreement
         shield_workers()
         self._orders = BucketOrders(self._recorded_orders)
@@ -225,6 +228,7 @@ class Context(Loaders):
         self._turns = 0
         script_steps.hand_over(process)
         self._heartbeat = begin_heartbeat(
+            process,
             read,
             self.attempt,
             WatchedSteps(
@@ -236,7 +240,7 @@ class Context(Loaders):
         self._script_loop = script_loop.ScriptLoop(
             *(process, self._group.attempt_store, self._agreement, self._heartbeat, self._history.report)
         )
-        self._progress = begin(read, self.attempt)
+        self._progress = begin(process, read, self.attempt)
         self._closed = False
         at_exit(self._close_at_exit)
         if read.preflight:
@@ -452,14 +456,15 @@ class Context(Loaders):
         contradicts the job."""
         read, group, report, heartbeat = self._settings, self._group, self._history.report, self._heartbeat
         keep = with_best(read.job.checkpoint.keep, best, warns=group.rank == 0)
-        saver = Saver(read.run_dir, self.attempt, group, report, replace(read.job.checkpoint, keep=keep))
+        settings = replace(read.job.checkpoint, keep=keep)
+        saver = Saver(self._process, read.run_dir, self.attempt, group, report, settings)
         times = step_times(parts, group.device, group.world_size)
         job = replace(read.job, seed=read.seed)
         tracking = Tracking(read.run_dir if group.rank == 0 else None, job, self.attempt, report)
         self._stopping.saver, saver.on_commit = saver, tracking.committed
         heartbeat.timing, heartbeat.on_device = times.heartbeat_values, times.on_device
         agreement, deadline = self._agreement, self._stopping.deadline
-        common = read.job, read.seed, group, agreement
+        common = self._process, read.job, read.seed, group, agreement
         return Services(*common, saver, deadline, heartbeat, times, tracking, report)
 
     # --- hanging

@@ -29,7 +29,7 @@ from clusterddp.messages.reports import Alive, Row
 from clusterddp.process import RunningClock, current_frames
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
-from clusterddp.worker import rank_process
+from clusterddp.worker.rank_process import RankProcess
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -308,10 +308,9 @@ def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
     return tuple((one.f_code, one.f_lasti) for one in outward(frame))
 
 
-def begin_heartbeat(read: Settings, attempt: int, watched: WatchedSteps) -> Heartbeat:
+def begin_heartbeat(process: RankProcess, read: Settings, attempt: int, watched: WatchedSteps) -> Heartbeat:
     """This rank's heartbeat, which is off without a supervisor to receive it."""
     logs = read.run_dir.attempt_logs(attempt) if read.run_dir else Path()
-    process = rank_process.current()
     heartbeat = Heartbeat(
         read.job.watchdog if process.supervised else None,
         watched,

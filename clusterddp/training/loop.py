@@ -52,9 +52,9 @@ from clusterddp.training.module_attributes import EXPLANATION as EXPLANATION_OF_
 from clusterddp.training.run_state import Given, RunState
 from clusterddp.training.step_state import OptimizerSteps, Step
 from clusterddp.training.step_timing import InputWait
-from clusterddp.worker import rank_process
 from clusterddp.worker.control_channel import RunRequests
 from clusterddp.worker.rank_exit import Loop
+from clusterddp.worker.rank_process import RankProcess
 
 if TYPE_CHECKING:
     from clusterddp.distributed.process_group import ProcessGroup
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 class Services:
     """The parts of its context that a run uses. ``report`` adds an event to the history, on any rank."""
 
+    process: RankProcess
     job: Job
     seed: int
     group: ProcessGroup
@@ -86,6 +87,7 @@ class Run:
     """One attempt of a run: made by ``Context.run``, with the newest checkpoint restored."""
 
     def __init__(self, given: Given, services: Services) -> None:
+        self._process = services.process
         self._job, self._seed = services.job, services.seed
         self._group, self._agreement = services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
@@ -109,7 +111,7 @@ class Run:
         self._left_unsaved = False
         #: Whether all ranks expect that rank 0 may save after this step.
         self._may_be_due = False
-        self._process = os.getpid()
+        self._pid = os.getpid()
         #: The metric of the best checkpoint; empty if there is none.
         self._best_metric = self._saver.best_metric or ""
         self._values = logged.Values(keeps_own=self._group.rank == 0)
@@ -126,7 +128,7 @@ class Run:
             for loaded in given.warm_start():
                 self._report(loaded.event())
         self._enter("importing")
-        rank_process.current().on_requests(
+        self._process.on_requests(
             RunRequests(
                 progress=lambda: (self.step, self._saver.committed),
                 save=self._saver.request,
@@ -220,7 +222,7 @@ class Run:
             if self._left_unsaved:  # the script left the loop in its last step
                 self._complete()
             return
-        rank_process.current().training.loop = loop = Loop(lambda: self.step, total)
+        self._process.training.loop = loop = Loop(lambda: self.step, total)
         self._heartbeat.begin()
         self._enter("training" if self._made else "first_step")
         if not self._made:
@@ -243,7 +245,7 @@ class Run:
                     with self._heartbeat.pause():  # may wait for the previous save, on a slow disk
                         self._save_if_due()
         except GeneratorExit:
-            if os.getpid() == self._process:  # rather than a child that was forked in a step and exits
+            if os.getpid() == self._pid:  # rather than a child that was forked in a step and exits
                 loop.leave()
                 self._left("exception" if loop.failed else "break")
             raise
@@ -570,7 +572,7 @@ class Run:
         self._report(Progress(step=self.step, steps=self.step))
         self._enter("after_loop")
         self._done, self._left_unsaved = True, False
-        rank_process.current().training.complete_loop()
+        self._process.training.complete_loop()
 
     def _report_forgotten(self, names: list[str]) -> None:
         if names and self._group.rank == 0:

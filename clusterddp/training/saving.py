@@ -33,7 +33,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.log_reduction import Receiver, Sender
 from clusterddp.training.logged_values import Logged
 from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
-from clusterddp.worker import rank_process
+from clusterddp.worker.rank_process import RankProcess
 
 #: How much longer than the last save one may take, on a shared disk.
 CAUTION = 1.5
@@ -166,12 +166,14 @@ class Saver:
 
     def __init__(
         self,
+        process: RankProcess,
         directory: RunDirectory | None,
         attempt: int,
         group: ProcessGroup,
         report: Callable[[Reported], None],
         settings: Checkpointing,
     ) -> None:
+        self._process = process
         self._group, self._report, self._settings = group, report, settings
         self._checkpoints: Checkpoints | None = None
         #: The most steps that an earlier attempt made, saved or not; known to rank 0.
@@ -447,7 +449,7 @@ class Saver:
 
         Raises NotSaved. Called by another thread.
         """
-        if self._group.world_size > 1 and (lost := rank_process.current().why_not_commit(step, self._all_arrived)):
+        if self._group.world_size > 1 and (lost := self._process.why_not_commit(step, self._all_arrived)):
             raise NotSaved(step, f"{lost}, and the step may not have been completed by all ranks")
         if not self._metrics.pending:
             return

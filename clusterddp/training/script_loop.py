@@ -212,20 +212,20 @@ def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
                 torch.save({"model": model.state_dict(), "epoch": epoch}, "last.pt")
                 clusterddp.requeue(saved="last.pt")
     """
-    return ItemsToDo(items) if _is_rank(rank_process.current()) else items
+    process = rank_process.current()
+    return ItemsToDo(process, items) if _is_rank(process) else items
 
 
 class ItemsToDo(Iterable[Item]):
     """The remaining items of an epoch."""
 
-    def __init__(self, items: Iterable[Item]) -> None:
-        self._items = items
+    def __init__(self, process: RankProcess, items: Iterable[Item]) -> None:
+        self._process, self._items = process, items
 
     def __iter__(self) -> Iterator[Item]:
         recorded = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
-        process = rank_process.current()
-        loop = _loop(process) if recorded else None
-        return _epoch(process).iterate(self._items, 0 if loop is None else loop.items_done(recorded))
+        loop = _loop(self._process) if recorded else None
+        return _epoch(self._process).iterate(self._items, 0 if loop is None else loop.items_done(recorded))
 
     def __len__(self) -> int:
         return len(self._items)  # type: ignore[arg-type]  # TypeError where the items have no length
@@ -267,11 +267,11 @@ def _begin(process: RankProcess) -> ScriptLoop:
         raise RuntimeError(
             "clusterddp.stop_requested() must be called in the main thread, because it installs signal handlers"
         )
-    read = settings.of_rank()
+    read = settings.of_rank(process)
     assert read.attempt is not None
     _tell_of_handlers()
-    store = open_store(read)
-    stopping = Stopping(read, store, process.report)
+    store = open_store(process, read)
+    stopping = Stopping(process, read, store, process.report)
     shield_workers()
     steps = script_steps.current(process)
     steps.by_calls()

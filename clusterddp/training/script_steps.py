@@ -49,7 +49,7 @@ class ScriptSteps:
 
     def __init__(self, process: RankProcess, device: torch.device) -> None:
         self._process = process
-        read = settings.of_rank()
+        read = settings.of_rank(process)
         self._rank, self._world_size, self._device = read.ranks.rank, read.ranks.world_size, device
         #: Steps in this attempt, and calls of the hook.
         self.steps = self._boundaries = 0
@@ -64,7 +64,7 @@ class ScriptSteps:
         if self._rank == 0:
             self._times.on_stall = lambda seconds: process.report(Stalled(seconds=seconds))
         watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
-        self.heartbeat = begin_heartbeat(read, read.attempt or 0, watched)
+        self.heartbeat = begin_heartbeat(process, read, read.attempt or 0, watched)
         self.heartbeat.timing = self._heartbeat_values
         process.saves.around = self._saving
         at_exit(self.close)

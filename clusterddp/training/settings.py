@@ -19,7 +19,7 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, hold
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.step_records import Recording
-from clusterddp.worker import rank_process
+from clusterddp.worker.rank_process import RankProcess
 
 _NOTICES = {
     "signal TERM": protocol.TERM_NOTICE_S,
@@ -108,9 +108,9 @@ def read(
     )
 
 
-def of_rank() -> Settings:
+def of_rank(process: RankProcess) -> Settings:
     """The settings that this rank was started with, even if the script has overwritten environment variables since."""
-    return read({**os.environ, **rank_process.current().variables})
+    return read({**os.environ, **process.variables})
 
 
 def store_address(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> StoreAddress:
@@ -134,7 +134,8 @@ def _owner(environ: Mapping[str, str]) -> str:
 class AttemptHistory:
     """Collective. ``number`` comes from the supervisor, or is claimed by rank 0 if there is none."""
 
-    def __init__(self, settings: Settings, store: AttemptStore) -> None:
+    def __init__(self, process: RankProcess, settings: Settings, store: AttemptStore) -> None:
+        self._process = process
         self._directory, self._rank = settings.run_dir, store.rank
         #: In a forked child: the run belongs to the parent.
         self.closed = False
@@ -150,9 +151,8 @@ class AttemptHistory:
         """Adds an event: through the supervisor, or by rank 0 if there is none."""
         if self.closed:
             return
-        process = rank_process.current()
-        process.report(event)
-        if not process.supervised and self._rank == 0 and self._directory is not None:
+        self._process.report(event)
+        if not self._process.supervised and self._rank == 0 and self._directory is not None:
             line = {"time": time.time(), "attempt": self.number, **report_line(event)}
             try:
                 append_line(self._directory.events_file, line)

@@ -30,7 +30,7 @@ from clusterddp.history.stops import HANDLER_REPLACED, HandlerReplaced, Notified
 from clusterddp.messages.reports import End, Left, Serving, record_of
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
-from clusterddp.worker import rank_process
+from clusterddp.worker.rank_process import RankProcess
 from clusterddp.worker.signals import SignalPipe, described
 
 if TYPE_CHECKING:
@@ -263,9 +263,8 @@ class Agreement:
         vote.last = int(store.get(f"{_KEY}/last"))
 
 
-def open_store(settings: Settings) -> AttemptStore:
+def open_store(process: RankProcess, settings: Settings) -> AttemptStore:
     """Joins the store of this attempt, once rank 0 has opened it."""
-    process = rank_process.current()
     return AttemptStore(
         *(settings.ranks, settings.store, settings.job.timeouts.start_s),
         on_open=lambda: process.report(Serving()),
@@ -277,13 +276,15 @@ class Stopping:
     """From now on, stop signals and notices are requests to stop all ranks. Made once all ranks have joined. Before, a
     rank has no state to save, and TERM ends it at once."""
 
-    def __init__(self, settings: Settings, store: AttemptStore, report: Callable[[Reported], None]) -> None:
+    def __init__(
+        self, process: RankProcess, settings: Settings, store: AttemptStore, report: Callable[[Reported], None]
+    ) -> None:
+        self._process = process
         self._settings, self._rank, self._report = settings, store.rank, report
         #: Set once there is a run to save.
         self.saver: Saver | None = None
         self.deadline = Deadline(settings.notices, self._exit_with_newest)
         self.agreement = Agreement(store.store, store.watched, store.rank, store.world_size, report, self._on_request)
-        self._process = rank_process.current()
         self.agreement.listen(self._process.signals.catch(), self._on_handler_replaced)
         self._process.on_stop(self.agreement.on_notice)
 

@@ -36,6 +36,7 @@ from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
 from clusterddp.training.logged_values import Logged
 from clusterddp.training.saving import Saver
+from clusterddp.worker.rank_process import RankProcess
 
 STEPS_PER_SAVE = 4
 #: Per attempt: how many saves, and how many checkpoints it keeps. Attempt 0 makes a first, a second and a pruning save;
@@ -50,7 +51,8 @@ def saver_of(run: RunDirectory, attempt: int, report: Callable[..., None], keep:
     """Rank 0's saver, without other ranks."""
     cpu = torch.device("cpu")
     alone: Any = SimpleNamespace(rank=0, world_size=1, device=cpu, collective_device=cpu, control_device=cpu)
-    return Saver(run, attempt, alone, report, Checkpointing(every_steps=STEPS_PER_SAVE, every_s=None, keep=Keep(keep)))
+    settings = Checkpointing(every_steps=STEPS_PER_SAVE, every_s=None, keep=Keep(keep))
+    return Saver(RankProcess(), run, attempt, alone, report, settings)
 
 
 def save(saver: Saver, step: int, done: Callable[[], bool]) -> None:

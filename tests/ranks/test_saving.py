@@ -29,6 +29,7 @@ from clusterddp.jobdef.job import Checkpointing, Keep
 from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.saving import Saver
+from clusterddp.worker.rank_process import RankProcess
 from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
@@ -276,7 +277,8 @@ def test_the_best_checkpoint_is_the_best_state_that_could_be_saved(directory: Ru
     cpu, said = torch.device("cpu"), []
     alone: Any = SimpleNamespace(rank=0, world_size=1, device=cpu, collective_device=cpu, control_device=cpu)
     settings = Checkpointing(every_steps=None, every_s=None, keep=Keep(1, best="loss", best_is="min"))
-    saver = Saver(directory, 0, alone, lambda event: said.append((event.name, getattr(event, "best", None))), settings)
+    report = lambda event: said.append((event.name, getattr(event, "best", None)))  # noqa: E731
+    saver = Saver(RankProcess(), directory, 0, alone, report, settings)
     saver.log_best(1, 2.0, state, last=True)
     resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     saver.log_best(2, 1.0, lambda: state(size=1 << 20), last=True)

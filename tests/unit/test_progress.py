@@ -50,7 +50,7 @@ def lines(tmp_path: Path, process: RankProcess) -> Iterator[ProgressLines]:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, steps(range(10), 1, loss=0.5))
     process.training.loop = Loop(lambda: 10, 100)
-    lines = ProgressLines(path, 1, 3600.0)
+    lines = ProgressLines(process.training, path, 1, 3600.0)
     yield lines
     lines.close()
 
@@ -144,12 +144,12 @@ def test_a_run_without_its_job_definition_does_not_end_the_command_and_shows_no_
 
 @pytest.mark.parametrize(("launcher", "prints"), [("slurm", True), ("local", False)])
 def test_rank_0_prints_lines_unless_the_command_of_a_local_run_does(
-    tmp_path: Path, process: RankProcess, launcher: str, prints: bool
+    tmp_path: Path, launcher: str, prints: bool
 ) -> None:
-    process.channel = cast(Any, object())
+    process = RankProcess(cast(Any, object()))
     job, ranks = Job(name="net", module="net"), SimpleNamespace(rank=0, launcher=launcher)
     settings: Any = SimpleNamespace(run_dir=RunDirectory(tmp_path), job=job, ranks=ranks)
-    lines = context.begin(settings, 0)
+    lines = context.begin(process, settings, 0)
     assert (lines is not None) is prints
     if lines is not None:
         lines.close()
