@@ -94,6 +94,13 @@ def test_no_imports_form_a_circle(everywhere: bool) -> None:
     layers(by_room(graph))
 
 
+def test_the_state_of_a_process_is_one_object() -> None:
+    """No other module rebinds a name of its own while it runs, except for the patch of torch's CUDA graphs."""
+    trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+    found = {name for name, tree in trees.items() if any(isinstance(node, ast.Global) for node in ast.walk(tree))}
+    assert found == {"worker.rank_process", "distributed.torch_patches"}
+
+
 def test_the_python_api_is_below_the_command_line() -> None:
     """It uses the same functions, and none of the options and tables."""
     graph, used, seen = imports(everywhere=True), {"api"}, set[str]()
