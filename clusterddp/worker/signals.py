@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,8 @@ def blocked(loader: object = None) -> Iterator[None]:
     whose start unblocks TERM in the calling thread (Python 3.11), so it is started before.
     """
     if getattr(loader, "num_workers", 0) and start_method(loader) != "fork":
+        from multiprocessing import resource_tracker  # few scripts need it
+
         resource_tracker.ensure_running()
     shielded, _thread.shielded = _thread.shielded, True
     try:
