@@ -47,7 +47,8 @@ CONSTRUCTED = {"Context", "Sharded", "Run", "Loader", "EvalLoader", "Status", "R
 INTERNAL = (
     *("loop.Run.at_boundary", "loader.Loader.inexact", "loader.Loader.gather", "loader.Loader.progress"),
     *("loader.Loader.restore", "loader.Loader.start", "loader.Loader.batches", "job.Keep.order", "job.Keep.best_rule"),
-    *("errors.Stopped.latest", "errors.Stopped.on_raised", "lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
+    *("errors.Stopped.on_raised", "context.Context.in_forked_child"),
+    *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
 )
 
 SECTIONS_OF_DOCSTRINGS = {
