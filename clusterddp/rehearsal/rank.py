@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from clusterddp import protocol
+from clusterddp.process import die_with_parent
 from clusterddp.rehearsal import observer
 from clusterddp.rehearsal.confinement import confine
 from clusterddp.rehearsal.facts import Orders
@@ -20,6 +21,7 @@ STACKS = signal.SIGRTMAX - 3
 
 def main() -> None:
     """Runs the script in this process, as ``python SCRIPT`` would."""
+    die_with_parent()
     confine([Path(path) for path in os.environ[protocol.REHEARSAL_WRITABLE].split(":")])
     faulthandler.register(STACKS, all_threads=True, chain=False)
     observer.begin(Orders.from_json(Path(os.environ[protocol.REHEARSAL]).read_text()), int(os.environ["RANK"]))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS
+from clusterddp.process import descendants, process_start
 from clusterddp.rehearsal.confinement import is_available
 from tests.cli import REPOSITORY, clusterddp
+from tests.waiting import wait_until
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "rehearsed.py"
 
@@ -44,6 +49,18 @@ def test_a_script_that_forgets_its_optimizer_is_found_out(tmp_path: Path) -> Non
     """And its cause is named."""
     bad = rehearsed(tmp_path / "bad", "--only", "step", "--", "--forget", code=RESUME_DIFFERS)
     assert (bad["verdict"], bad["findings"][0]["cause"]) == ("wrong_result", "optimizer_not_restored")
+
+
+def test_no_rank_outlives_a_rehearsal_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(300)\n")
+    command = [sys.executable, "-m", "clusterddp", "rehearse", "train.py", "--gpus", "1"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: list(tmp_path.glob("rehearse-*/run-1/began")), "the script")
+        ranks = descendants(process.pid)
+        process.kill()
+    assert ranks
+    wait_until(lambda: all(process_start(pid) is None for pid in ranks), "the end of the rank")
 
 
 @pytest.mark.product
