@@ -140,8 +140,9 @@ class _Start:
             while not self._others_wait() and time.monotonic() < deadline:
                 pass
         if interruption.notice_s is not None:
+            workers = [child for rank in self._codes for child in descendants(rank)]
             self._signal(signal.SIGTERM)
-            while self._workers_left() and time.monotonic() < deadline:
+            while not all(map(_ended_or_ignores, workers)) and time.monotonic() < deadline:
                 time.sleep(0.005)
             self._noticed.touch()
             self._wait(interruption.notice_s, kill_on_bad_exit=False)
@@ -154,16 +155,6 @@ class _Start:
         time.sleep(0.2)
         asleep = all((thread / "stat").read_text().rsplit(")", 1)[1].split()[0] == "S" for thread in threads)
         return asleep and before == [(thread / "schedstat").read_text() for thread in threads]
-
-    def _workers_left(self) -> bool:
-        """Whether ranks have child processes that the signal is yet to end."""
-        mask = 1 << signal.SIGTERM - 1
-        for child in [child for rank in self._codes for child in descendants(rank)]:
-            with suppress(OSError):  # it has ended
-                status = Path(f"/proc/{child}/status").read_text()
-                if not int(status.split("SigIgn:")[1].split()[0], 16) & mask:
-                    return True
-        return False
 
     def _wait(self, timeout_s: float, kill_on_bad_exit: bool = True) -> None:
         deadline = time.monotonic() + timeout_s
@@ -228,6 +219,20 @@ class _Start:
         sys.argv[:] = [str(self._script)]
         sys.path.insert(0, str(self._script.parent))
         runpy.run_path(str(self._script), run_name="__main__")
+
+
+def _ended_or_ignores(process: int) -> bool:
+    """Whether SIGTERM has ended the process, or it ignores the signal.
+
+    Its parent learns of the end when its last thread has gone. The main thread can be a zombie before.
+    """
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+        if "\nState:\tZ" in status:
+            return len(os.listdir(f"/proc/{process}/task")) == 1
+    except OSError:
+        return True
+    return bool(int(status.split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGTERM - 1)
 
 
 def _as_rank(start: _Start, rank: int, ranks: int, port: int, output: Path) -> NoReturn:
