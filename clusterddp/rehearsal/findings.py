@@ -498,8 +498,9 @@ def _untidy(undisturbed: Undisturbed, trial: Trial) -> Iterator[Finding]:
     runs = [len(_tracker_runs(names)) for names in (before, after)]
     if runs[1] > runs[0] > 0:
         yield Finding(Cause.NEW_TRACKER_RUN, f"the restarts make {runs[1]} tracker runs of one training")
-    left_over = [name for start in trial.starts for name in start.leftover if not start.killed]
-    if left_over and not undisturbed.start.leftover:
+    # Loader workers notice the end of a killed rank only after some seconds (torch looks every 5 s).
+    not_killed = [start for start in trial.starts if -signal.SIGKILL not in start.codes.values()]
+    if any(start.leftover for start in not_killed) and not undisturbed.start.leftover:
         yield Finding(Cause.PROCESSES_LEFT, "processes of the script are still running after its ranks have ended")
 
 

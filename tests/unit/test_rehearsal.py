@@ -294,6 +294,13 @@ def test_what_an_interrupted_save_leaves_counts_at_the_end_of_the_run() -> None:
     assert causes(gone, resumed(8)) == []
 
 
+def test_processes_that_outlive_their_rank_are_named_unless_it_was_killed() -> None:
+    first = noticed(8, save(8), leftover=("17",))
+    assert causes(first, resumed(8)) == [Cause.PROCESSES_LEFT]
+    kill = Stimulus(Place.STEP, 8, 0, 5.0, kill=True)
+    assert causes(replace(first, codes={0: -9, 1: 1}), resumed(8), stimulus=kill) == []
+
+
 def test_another_final_result_without_a_cause_is_a_finding() -> None:
     differs = resumed(8)
     last = differs.steps()[-1]
