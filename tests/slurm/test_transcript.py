@@ -204,6 +204,7 @@ WITHOUT_RUN: dict[str, Cell] = {
 ELSEWHERE = {
     "drain": "needs a spare node: test_spares.py",
     "drill": "waits for two jobs: test_drill.py",
+    "rehearse": "has no run: test_rehearse.py",
     "shell": "needs a terminal: test_shell.py",
 }
 
