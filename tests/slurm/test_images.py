@@ -34,6 +34,7 @@ def submit(cluster: Cluster, runs: Path, *options: str) -> RunDirectory:
     return run
 
 
+@pytest.mark.product  # test_hostile_site.py has an image among its obstacles
 def test_a_run_in_an_image_without_clusterddp_is_preempted_and_completes(cluster: Cluster, runs: Path) -> None:
     """The ranks have that of the submission, from the run directory."""
     run = submit(cluster, runs)

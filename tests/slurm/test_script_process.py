@@ -29,7 +29,7 @@ for batch in run.steps(8):
 @pytest.mark.parametrize(
     ("proctrack", "what"),
     [
-        ("linuxproc", "pool"),
+        pytest.param("linuxproc", "pool", marks=pytest.mark.product),  # ranks/test_child_processes.py has pools locally
         pytest.param("cgroup", "pool", marks=pytest.mark.product),
         pytest.param("cgroup", "handler", marks=pytest.mark.product),  # ranks/test_signals.py has it without Slurm
     ],
