@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
             f"{arguments.target} uses clusterddp, and a rehearsal runs a script as srun would, without clusterddp. Use "
             "`clusterddp submit --local --check-resume N` for it, and --preempt-at to preempt it at any place"
         )
-    program = Path(job.script) if job.script else Path.cwd() / "module"
-    workspace = workspace_of(program, checkout_of(job, []))
+    workspace = workspace_of(_folder(job), checkout_of(job, []))
     folder = Path(tempfile.mkdtemp(prefix="rehearse-"))
     if len(str(folder)) > _LONGEST_FOLDER:
         folder.rmdir()
@@ -150,12 +149,16 @@ def _moment(text: str) -> Stimulus:
         ) from None
 
 
+def _folder(job: Job) -> Path:
+    """The folder of the script. Python finds a module in the current folder."""
+    return Path(job.script).resolve().parent if job.script else Path.cwd()
+
+
 def _command(job: Job, root: Path) -> list[str]:
-    """The script and its arguments, as in the copy, where ``{root}`` is the folder of the copy."""
+    """The script, by its path below ``root``, or the module, and the arguments."""
     if job.script is None:
         return ["-m", str(job.module), *job.args]
-    script = Path(job.script).resolve()
-    return [str(script.relative_to(root)), *job.args]
+    return [str(Path(job.script).resolve().relative_to(root)), *job.args]
 
 
 def _print(subject: Subject, found: Rehearsal) -> None:

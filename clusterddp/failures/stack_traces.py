@@ -44,7 +44,7 @@ MOST_FRAMES, MOST_LINES = 20, 12
 _NAMED = 4
 
 #: A frame of a traceback or of faulthandler's stacks: file, line and function.
-_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
+FRAME = re.compile(r'^ *File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
 #: Files of code that is not the user's.
 _NOT_THE_USERS = re.compile(
     r"/(site|dist)-packages/|/lib/python3\.\d+/|^<|/clusterddp/((__init__|__main__|api|entry|function)\.py|(checkpoint|data|distributed|training|worker)/)"
@@ -70,7 +70,7 @@ _ROCM = re.compile(r"^(?:HW Exception by GPU node|Memory access fault by GPU nod
 
 def users_line(text: str) -> str | None:
     """The innermost frame of the user's code in a traceback, or in the first of faulthandler's stacks."""
-    frames = [found for found in _FRAME.findall(text) if not _NOT_THE_USERS.search(found[0])]
+    frames = [found for found in FRAME.findall(text) if not _NOT_THE_USERS.search(found[0])]
     if not frames:
         return None
     file, line, function = frames[0 if "(most recent call first)" in text else -1]
@@ -220,6 +220,8 @@ _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _STANDARD = (f"{sysconfig.get_path('stdlib')}/", "<frozen")
+_INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_LIBRARIES = ("<", f"{_PACKAGE}/", *(f"{folder}/" for folder in sorted(_INSTALLED)))
 #: The frames below a script: the rank's entry point, and what runs a module.
 _BELOW_SCRIPT = (f"{_PACKAGE}/worker/", runpy.__file__, "<frozen runpy>", "<string>")
 
@@ -245,6 +247,11 @@ def _foreign(frame: FrameType) -> bool:
     if file.startswith((f"{_PACKAGE}/", "<string>")):
         return False
     return "/site-packages/" in file or not file.startswith(_STANDARD)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is the standard library's, an installed package's or clusterddp's own."""
+    return file.startswith(_LIBRARIES)
 
 
 def _lines(frame: FrameType) -> list[str]:

@@ -173,11 +173,6 @@ def _of_rank(expected: Sequence[StepMade], steps: Sequence[StepMade], rank: int)
     return None
 
 
-def is_repeatable(one: Trial, other: Trial) -> bool:
-    """Whether two undisturbed runs are the same in every step of every rank."""
-    return first_unlike(one, other) is None
-
-
 def first_unlike(one: Trial, other: Trial) -> int | None:
     """The first step in which two undisturbed runs differ, or None."""
     for rank in one.last.facts:

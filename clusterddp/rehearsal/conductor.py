@@ -212,7 +212,7 @@ class _Attempt:
             port = free.getsockname()[1]
         for rank in range(self._ranks):
             ranks = RankEnvironment(rank, rank, self._ranks, self._ranks, 0, (), "127.0.0.1", port, "slurm")
-            with open(self._error_file(rank), "wb") as errors, open(self._error_file(rank, "out"), "wb") as output:
+            with open(self._log(rank), "wb") as errors, open(self._log(rank, "out"), "wb") as output:
                 self._processes.append(
                     subprocess.Popen(
                         self._conductor.command(work),
@@ -225,11 +225,11 @@ class _Attempt:
                     )
                 )
 
-    def _error_file(self, rank: int, kind: str = "err") -> Path:
+    def _log(self, rank: int, kind: str = "err") -> Path:
         return self._conductor.folder / f"rank-{rank}.{kind}"
 
     def _output(self, rank: int) -> str:
-        return self._error_file(rank).read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
+        return self._log(rank).read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
 
     def _serve(self, server: socket.socket) -> None:
         """Disturbs the ranks when rank 0 is at its place, and then lets it continue."""
@@ -269,18 +269,16 @@ class _Attempt:
                 failed_at = now
             if self._noticed_at is not None and not self._stimulus.kill:
                 if now > self._noticed_at + self._stimulus.notice_s:
-                    self._kill()
+                    self._killed = self._kill()
                     return False
                 if self._requeued():
                     self._kill()
-                    self._killed.clear()  # as at a requeue
                     return False
             elif failed_at is not None and now > failed_at + _PEERS_S:
                 self._kill()
-                self._killed.clear()  # their peer has failed
                 return False
             if now > began + self._conductor.limit_s:
-                self._kill()
+                self._killed = self._kill()
                 return True
             time.sleep(_LOOK_S)
         return False
@@ -294,7 +292,7 @@ class _Attempt:
             self._disturb()
 
     def _printed(self, pattern: re.Pattern[str]) -> bool:
-        files = [self._error_file(rank, kind) for rank in range(self._ranks) for kind in ("out", "err")]
+        files = [self._log(rank, kind) for rank in range(self._ranks) for kind in ("out", "err")]
         return any(pattern.search(file.read_text(errors="replace")) for file in files)
 
     def _requeued(self) -> bool:
@@ -302,35 +300,34 @@ class _Attempt:
         calls = self._conductor.calls
         return calls.exists() and "scontrol requeue" in calls.read_text()
 
-    def _kill(self) -> None:
-        """Has the ranks that are left print their stacks, and kills them."""
+    def _kill(self) -> list[int]:
+        """Kills the ranks that are still running, once they have printed their stacks. Returns those ranks."""
         alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
-        sizes = {rank: self._error_file(rank).stat().st_size for rank in alive}
+        sizes = {rank: self._log(rank).stat().st_size for rank in alive}
         for rank in alive:
             with suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, STACKS)
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and any(self._error_file(r).stat().st_size == sizes[r] for r in alive):
+        while time.monotonic() < deadline and any(self._log(r).stat().st_size == sizes[r] for r in alive):
             time.sleep(_LOOK_S)
         for rank in alive:
-            self._stacks[rank] = self._error_file(rank).read_bytes()[sizes[rank] :].decode(errors="replace")
+            self._stacks[rank] = self._log(rank).read_bytes()[sizes[rank] :].decode(errors="replace")
             _signal_all(self._processes[rank], signal.SIGKILL)
-        self._killed += alive
         for process in self._processes:
             process.wait()
+        return alive
 
-    def _end(self) -> list[str]:
-        """Ends what is left of all ranks' processes. Returns their names."""
-        left: list[str] = []
+    def _end(self) -> bool:
+        """Kills what is left of all ranks' processes. Returns whether any outlived their rank."""
+        leftover = False
         for process in self._processes:
             if process.poll() is None:
                 _signal_all(process, signal.SIGKILL)
                 process.wait()
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, 0)
-                left.append(str(process.pid))
                 os.killpg(process.pid, signal.SIGKILL)
-        return left
+                leftover = True
+        return leftover
 
 
 def _is_running(pid: int) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp.failures.stack_traces import FRAME, is_library
 from clusterddp.rehearsal import comparison
 from clusterddp.rehearsal.comparison import Result, Resume, Unlike
 from clusterddp.rehearsal.facts import Evaluated, HandlerSet, Place, SaveBegan
@@ -31,7 +32,7 @@ class Rank(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """Why. The value is its name in rehearsal.json."""
+    """Why. The value is its name in rehearsal.json. The order, the worst first, is that of their ranks."""
 
     ENDS_AS_COMPLETED = "ends_as_completed"
     RESUMES_HALF_WRITTEN = "resumes_half_written"
@@ -184,8 +185,6 @@ def _why_not_saved(undisturbed: Undisturbed, trial: Trial, index: int, repeats: 
     with_handler = [rank for rank, found in handlers.items() if found and _is_function(found[-1])]
     ever = [found for found in handlers.values() if any(map(_is_function, found))]
     lost = f"{counted(repeats, 'step')} before the notice {'is' if repeats == 1 else 'are'} repeated"
-    place = start.reached
-    phase = _phase(start)
     if "DataLoader worker" in "".join(start.output.values()):
         return Finding(Cause.WORKERS_KILLED, f"the notice ends the loader's workers before the save, and {lost}")
     if with_handler and len(with_handler) < len(handlers):
@@ -198,7 +197,7 @@ def _why_not_saved(undisturbed: Undisturbed, trial: Trial, index: int, repeats: 
             handler.file,
             handler.line,
         )
-    if not with_handler and not ever:
+    if not ever:
         later = [one for rank in undisturbed.start.facts for one in _handlers(undisturbed.start, rank, trial.notice)]
         later = [one for one in later if _is_function(one)]
         if later:
@@ -234,14 +233,8 @@ def _why_not_saved(undisturbed: Undisturbed, trial: Trial, index: int, repeats: 
                 f"the notice of {trial.stimuli[index].notice_s:g} s ends before the save does. {lost}",
                 *saving,
             )
-        file, line = _script_line(start)
-        where = phase if place is None or phase else "the loop"
-        return Finding(
-            Cause.FLAG_NOT_CHECKED,
-            f"after a notice in {where}, the script continues until it is killed. {lost}",
-            file,
-            line,
-        )
+        detail = f"after a notice in {_phase(start)}, the script continues until it is killed. {lost}"
+        return Finding(Cause.FLAG_NOT_CHECKED, detail, *_script_line(start))
     return Finding(
         Cause.NOT_SAVED_AT_NOTICE, f"the script handles {trial.notice.name}, but ends without a save. {lost}"
     )
@@ -265,22 +258,19 @@ def _is_function(handler: HandlerSet) -> bool:
     return handler.what not in ("default", "ignore")
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
-
-
 def _in_handler(start: Start, handler: HandlerSet) -> bool:
     name = handler.what.rsplit(".", 1)[-1]
     return any(
         file == handler.function_file and function == name
         for stack in start.stacks.values()
-        for file, _, function in _FRAME.findall(stack)
+        for file, _, function in FRAME.findall(stack)
     )
 
 
 def _collective_in_handler(start: Start, handler: HandlerSet) -> str | None:
     name = handler.what.rsplit(".", 1)[-1]
     for stack in start.stacks.values():
-        frames = _FRAME.findall(stack)
+        frames = FRAME.findall(stack)
         at = next(
             (n for n, (file, _, function) in enumerate(frames) if (file, function) == (handler.function_file, name)),
             None,
@@ -304,7 +294,7 @@ def _unfinished_save(start: Start) -> tuple[str | None, int | None] | None:
         if saving.ended is None and saving.rank in start.killed:
             return saving.began.script or None, saving.began.line or None
     for stack in start.stacks.values():
-        for file, line, function in _FRAME.findall(stack):
+        for file, line, function in FRAME.findall(stack):
             if re.search("save|checkpoint|snapshot|dump", function, re.IGNORECASE) and "rehearsal" not in file:
                 return file, int(line)
     return None
@@ -312,10 +302,8 @@ def _unfinished_save(start: Start) -> tuple[str | None, int | None] | None:
 
 def _script_line(start: Start) -> tuple[str | None, int | None]:
     """Where in the script a killed rank was."""
-    from clusterddp.rehearsal.observer import is_library
-
     for stack in start.stacks.values():
-        for file, line, _ in _FRAME.findall(stack):
+        for file, line, _ in FRAME.findall(stack):
             if not is_library(file):
                 return file, int(line)
     return None, None
@@ -389,10 +377,9 @@ def _last_line(start: Start) -> str:
 
 _AVERAGE = re.compile(r"ema|averag|shadow|teacher|polyak", re.IGNORECASE)
 _BEST = re.compile(r"best|lowest|highest|record|(min|max)(_|\b)", re.IGNORECASE)
-_KINDS = {
+_BY_KIND = {
     "scaler": (Cause.SCALER_NOT_RESTORED, "the gradient scaler"),
     "average": (Cause.EMA_NOT_RESTORED, "the average of the weights"),
-    "generator": (Cause.GENERATOR_NOT_RESTORED, "the random generator"),
 }
 
 
@@ -439,8 +426,8 @@ def _of_objects(unlike: Sequence[Unlike], still: set[str]) -> Iterator[Finding]:
             yield Finding(Cause.OPTIMIZER_NOT_RESTORED, text)
             break
     for one in unlike:
-        if one.kind in _KINDS and one.kind != "generator":
-            cause, words = _KINDS[one.kind]
+        if one.kind in _BY_KIND:
+            cause, words = _BY_KIND[one.kind]
             yield Finding(cause, f"{words} {one.name} is not restored: {one.key} is {one.now} instead of {one.was}")
         elif one.kind not in ("optimizer", "scheduler", "model", "generator") and _AVERAGE.search(one.name):
             yield Finding(Cause.EMA_NOT_RESTORED, f"{one.name} is not restored, and differs from the undisturbed run")
@@ -504,10 +491,9 @@ def _untidy(undisturbed: Undisturbed, trial: Trial) -> Iterator[Finding]:
         yield Finding(Cause.PROCESSES_LEFT, "processes of the script are still running after its ranks have ended")
 
 
-def _relative(files: object) -> set[str]:
+def _relative(files: Iterable[str]) -> set[str]:
     """Paths without the folder of the run."""
-    names = [str(name) for name in files] if isinstance(files, dict) else []
-    return {re.sub(r"^.*?/run-\d+/", "", name) for name in names}
+    return {re.sub(r"^.*?/run-\d+/", "", file) for file in files}
 
 
 def _tracker_runs(names: set[str]) -> set[str]:

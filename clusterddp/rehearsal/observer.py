@@ -13,7 +13,6 @@ import resource
 import signal
 import socket
 import sys
-import sysconfig
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from clusterddp.failures.stack_traces import is_library, outward
 from clusterddp.import_hooks import when_imported
 from clusterddp.rehearsal.facts import (
     Began,
@@ -42,14 +42,9 @@ from clusterddp.rehearsal.facts import (
 )
 
 #: Seconds that a rank waits at its place for the disturbance.
-WAIT_S = 30.0
+_WAIT_S = 30.0
 #: The size of files while the disk is full.
 _FULL_BYTES = 512
-_LIBRARIES = (
-    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
-    f"{Path(__file__).resolve().parents[1]}/",
-    "<",
-)
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT)
 
 
@@ -99,15 +94,18 @@ class _Observer:
 
     # --- places
 
+    def _is_early(self) -> bool:
+        """Whether the orders ask for more steps first."""
+        return (self._local if self._number is None else self._number) < self.orders.after
+
     def _at(self, place: Place, where: str = "") -> None:
         """Lets this rank be disturbed if this is its place."""
-        done = self._number if self._number is not None else self._local
-        if not self._active or self.rank != 0 or self._pending is not place or done < self.orders.after:
+        if not self._active or self.rank != 0 or self._pending is not place or self._is_early():
             return
         self._pending = None
         self.report(Reached(place, self._local, self._number, where))
         with socket.socket(socket.AF_UNIX) as link:
-            link.settimeout(WAIT_S)
+            link.settimeout(_WAIT_S)
             with suppress(OSError):
                 link.connect(self.orders.socket)
                 link.recv(1)  # the signal comes here, and its handler runs here
@@ -206,8 +204,7 @@ class _Observer:
     @contextmanager
     def _disk(self) -> Iterator[None]:
         """A full disk, if the orders say so. The kernel then refuses to let a file grow, as if there was no space."""
-        done = self._number if self._number is not None else self._local
-        if not self.orders.full_disk or self._was_full or done < self.orders.after:
+        if not self.orders.full_disk or self._was_full or self._is_early():
             yield
             return
         self._was_full = True
@@ -448,18 +445,11 @@ class _Observer:
             os._exit(0)
 
 
-def is_library(file: str) -> bool:
-    """Whether a file is the standard library's, an installed package's or clusterddp's own."""
-    return file.startswith(_LIBRARIES)
-
-
 def _line_of_script() -> tuple[str, int]:
     """The file and line of the innermost call that is in the script's own code."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in outward(sys._getframe(1)):
         if not is_library(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
     return "", 0
 
 

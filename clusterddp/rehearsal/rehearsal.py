@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.rehearsal import comparison
@@ -50,7 +50,7 @@ class Rehearsal:
     unlike: int | None = None
     starts: int = 0
     seconds: float = 0.0
-    findings: Sequence[tuple[Finding, Sequence[Disturbance]]] = field(default=())
+    findings: Sequence[tuple[Finding, Sequence[Disturbance]]] = ()
 
     @property
     def verdict(self) -> str:
@@ -124,30 +124,26 @@ def _check(start: Start, conductor: Conductor) -> None:
         )
 
 
+@dataclass(frozen=True)
 class _Runs:
     """The disturbed runs."""
 
-    def __init__(
-        self,
-        conductor: Conductor,
-        undisturbed: Undisturbed,
-        script: Script,
-        baseline: Baseline,
-        ranks: int,
-        notice_s: float,
-        at: Stimulus | None,
-        tell: Callable[[str], object],
-    ) -> None:
-        self._conductor, self._undisturbed, self._script, self._baseline = conductor, undisturbed, script, baseline
-        self._ranks, self._notice_s, self._at, self._tell = ranks, notice_s, at, tell
+    conductor: Conductor
+    undisturbed: Undisturbed
+    script: Script
+    baseline: Baseline
+    ranks: int
+    notice_s: float
+    at: Stimulus | None
+    tell: Callable[[str], object]
 
     def all(self, wanted: Sequence[Disturbance]) -> list[Tried]:
         """All wanted disturbances, those that can be tried together in one run first."""
         done: dict[Disturbance, Tried] = {}
         for one in wanted:
-            if (reason := self._script.why_not(one)) is not None:
+            if (reason := self.script.why_not(one)) is not None:
                 done[one] = Tried(one, reason)
-            elif one is Disturbance.RANKS and self._ranks == 1:
+            elif one is Disturbance.RANKS and self.ranks == 1:
                 done[one] = Tried(one, "there is one rank")
         together = [one for one in TOGETHER if one in wanted and one not in done]
         if len(together) > 1:
@@ -159,17 +155,17 @@ class _Runs:
 
     def _together(self, disturbances: list[Disturbance]) -> dict[Disturbance, Tried]:
         """Those that passed in one run with all of them. None if its result is wrong."""
-        stimuli = self._script.together(disturbances, self._notice_s)
+        stimuli = self.script.together(disturbances, self.notice_s)
         trial = self._run(stimuli)
-        findings = diagnose(self._undisturbed, trial)
+        findings = diagnose(self.undisturbed, trial)
         reached = [start.disturbed for start in trial.starts[: len(stimuli)]]
-        passed = not findings and comparison.result_of(self._undisturbed.one, trial) is Result.SAME
+        passed = not findings and comparison.result_of(self.undisturbed.one, trial) is Result.SAME
         names = ", ".join(one.value for one, was in zip(disturbances, reached, strict=False) if was)
         if not passed:
-            self._tell(f"{names}, in one run: a difference, so each is tried alone")
+            self.tell(f"{names}, in one run: a difference, so each is tried alone")
             return {}
-        self._tell(f"{names}, in one run: ok")
-        resumes = comparison.resumes(self._undisturbed.start, trial)
+        self.tell(f"{names}, in one run: ok")
+        resumes = comparison.resumes(self.undisturbed.start, trial)
         found = {}
         for index, (one, was) in enumerate(zip(disturbances, reached, strict=False)):
             if was:
@@ -178,17 +174,17 @@ class _Runs:
         return found
 
     def _alone(self, disturbance: Disturbance) -> Tried:
-        stimulus = self._at if disturbance is Disturbance.AT else None
-        stimulus = stimulus or self._script.stimulus(disturbance, self._notice_s)
-        later = max(1, self._ranks // 2) if disturbance is Disturbance.RANKS else None
+        stimulus = self.at if disturbance is Disturbance.AT else None
+        stimulus = stimulus or self.script.stimulus(disturbance, self.notice_s)
+        later = max(1, self.ranks // 2) if disturbance is Disturbance.RANKS else None
         trial = self._run([stimulus], toggle=disturbance is Disturbance.WORKERS, later_ranks=later)
         if not trial.starts[0].disturbed:
             tried = Tried(disturbance, "the script did not come to that place again", starts=len(trial.starts))
-            self._tell(f"{disturbance.value}: {tried.why_not}")
+            self.tell(f"{disturbance.value}: {tried.why_not}")
             return tried
-        resumes = comparison.resumes(self._undisturbed.start, trial)
+        resumes = comparison.resumes(self.undisturbed.start, trial)
         tried = self._described(disturbance, trial, 0, resumes[0] if resumes else None)
-        why_not, findings = None, diagnose(self._undisturbed, trial)
+        why_not, findings = None, diagnose(self.undisturbed, trial)
         note = None
         if disturbance is Disturbance.WORKERS:
             # The script does not run like this, so that it is only a warning. Random numbers of samples then come from
@@ -196,15 +192,15 @@ class _Runs:
             lost = [one for one in findings if one.rank is not Rank.WRONG_RESULT]
             note, findings = (lost[0].detail if lost else None), []
         if later:
-            why_not, findings = _with_other_ranks(self._undisturbed, trial)
+            why_not, findings = _with_other_ranks(self.undisturbed, trial)
         tried = replace(tried, findings=tuple(findings), why_not=why_not, note=note)
         said = f"{findings[0].rank.words}: {findings[0].detail}" if findings else why_not or note or "ok"
-        self._tell(f"{disturbance.value}: {said}")
+        self.tell(f"{disturbance.value}: {said}")
         return tried
 
     def _run(self, stimuli: Sequence[Stimulus], *, toggle: bool = False, later_ranks: int | None = None) -> Trial:
-        return self._conductor.run(
-            stimuli, ranks=self._ranks, baseline=self._baseline, toggle_workers=toggle, later_ranks=later_ranks
+        return self.conductor.run(
+            stimuli, ranks=self.ranks, baseline=self.baseline, toggle_workers=toggle, later_ranks=later_ranks
         )
 
     def _described(self, disturbance: Disturbance, trial: Trial, index: int, resume: comparison.Resume | None) -> Tried:
@@ -223,7 +219,7 @@ class _Runs:
             resumed_step=resume.at if resume else None,
             repeated_steps=resume.repeated if resume else None,
             exit_s=start.exit_s,
-            result=comparison.result_of(self._undisturbed.one, trial),
+            result=comparison.result_of(self.undisturbed.one, trial),
         )
 
 

@@ -68,7 +68,7 @@ class Start:
     ``exit_s``: from the notice to the end of the last rank. ``killed``: the ranks that were still alive at the end of
     the notice, with their ``stacks``. ``output``: the end of each rank's standard error. ``requeued``: the script
     itself has called scontrol or sbatch. ``files``: sizes in the working folder afterwards, by path. ``timed_out``: it
-    did not end. ``leftover``: processes that outlived their rank.
+    did not end. ``leftover``: whether processes outlived their rank.
     """
 
     facts: Mapping[int, Sequence[Fact]]
@@ -82,7 +82,7 @@ class Start:
     requeued: bool = False
     files: Mapping[str, int] = field(default_factory=dict)
     timed_out: bool = False
-    leftover: Sequence[str] = ()
+    leftover: bool = False
 
     def of(self, kind: type[_F], rank: int = 0) -> list[_F]:
         """The facts of a kind of one rank."""
@@ -140,7 +140,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: all its starts in the same working folder. ``ended_at``: the start after which Slurm starts no other one.
+    """A run: all its starts in the same working folder.
 
     ``stimuli``: how its first starts were disturbed. ``notice``: the signal of their notices.
     """

@@ -39,8 +39,8 @@ class Workspace:
         return target / self.inside
 
 
-def workspace_of(script: Path, checkout: Checkout | None) -> Workspace:
-    """The workspace of a script that is in a repository, or else in a folder, of which all files are copied.
+def workspace_of(folder: Path, checkout: Checkout | None) -> Workspace:
+    """The workspace of a script in a repository, or else in ``folder``, of which all files are copied.
 
     Raises UsageError if that folder is too large.
     """
@@ -48,7 +48,7 @@ def workspace_of(script: Path, checkout: Checkout | None) -> Workspace:
     if checkout is not None:
         inside = here.relative_to(checkout.root) if here.is_relative_to(checkout.root) else Path()
         return Workspace(checkout.root, inside, checkout.copied, checkout.linked, checkout.commit)
-    root = script.resolve().parent
+    root = folder.resolve()
     names: list[str] = []
     total = 0
     for path in _files(root):

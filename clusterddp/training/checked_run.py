@@ -22,12 +22,7 @@ from clusterddp.training.script_objects import Surroundings, of_batch, of_part, 
 class CheckedRun(Run):
     """A run that records each step, and stops after ``recording.until`` steps as at a preemption."""
 
-    def __init__(
-        self,
-        recording: Recording,
-        given: Given,
-        services: Services,
-    ) -> None:
+    def __init__(self, recording: Recording, given: Given, services: Services) -> None:
         super().__init__(given, services)
         self._recording, self._own_values = recording, given.values
         self._parts = {**given.parts, **{f"per_rank {name}": part for name, part in given.per_rank.parts.items()}}

@@ -10,10 +10,8 @@ import hashlib
 import pickle
 import random
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 from clusterddp.checkpoint.packing import bits_of, pack
 from clusterddp.checkpoint.parts import GeneratorPart, with_state
 from clusterddp.checkpoint.state_dict import state_of
+from clusterddp.failures.stack_traces import is_library, outward
 
 #: Plain values whose text is at most this long are shown as they are.
 _SHORT = 60
@@ -133,8 +132,6 @@ def _summed(bits: torch.Tensor) -> int:
 
 #: The search ends after this many values, or attributes of attributes.
 _MOST, _DEEPEST, _LONGEST_LIST = 5000, 4, 100
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_LIBRARIES = tuple(f"{folder}/" for folder in (*_INSTALLED, Path(__file__).resolve().parents[1]))
 _PLAIN_VALUES, _LARGEST_TENSOR = (bool, int, float, str), 10_000
 
 
@@ -262,19 +259,11 @@ def _has_state(value: Any) -> bool:
 
 
 def _frames_of_script() -> Iterator[FrameType]:
-    """The calls that lead here, the innermost first, as far as they are not in a library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
+    """The calls that lead here, the innermost first, without those in libraries."""
+    return (frame for frame in outward(sys._getframe(1)) if not is_library(frame.f_code.co_filename))
 
 
 def _is_of_script(kind: type) -> bool:
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and not _is_library(file))
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", *_LIBRARIES))
+    return kind.__module__ == "__main__" or (file is not None and not is_library(file))

@@ -295,7 +295,7 @@ def test_what_an_interrupted_save_leaves_counts_at_the_end_of_the_run() -> None:
 
 
 def test_processes_that_outlive_their_rank_are_named_unless_it_was_killed() -> None:
-    first = noticed(8, save(8), leftover=("17",))
+    first = noticed(8, save(8), leftover=True)
     assert causes(first, resumed(8)) == [Cause.PROCESSES_LEFT]
     kill = Stimulus(Place.STEP, 8, 0, 5.0, kill=True)
     assert causes(replace(first, codes={0: -9, 1: 1}), resumed(8), stimulus=kill) == []
