@@ -25,6 +25,7 @@ from clusterddp import protocol
 from clusterddp.checks.node import TimeServer
 from clusterddp.checks.probe import JOB_FILE, RESULTS_FILE, START_S, TOGETHER_S, Place
 from clusterddp.entry import exit_with
+from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
@@ -175,7 +176,10 @@ def check_nodes(folder: RunDirectory) -> int:
     use_own_cluster()
     job = with_python(load_resolved(folder.path / JOB_FILE), os.environ)
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
-    server, clock, launcher, exited = ProbeServer(), TimeServer(), SlurmLauncher(job), threading.Event()
+    launcher = SlurmLauncher(job)
+    if launcher.failure is not None:  # this node lacks the interface, and no probe could reach it
+        raise LauncherEnvironmentError(launcher.failure.error)
+    server, clock, exited = ProbeServer(), TimeServer(), threading.Event()
     file = folder.path / RESULTS_FILE
 
     def save(over: bool = False) -> None:

@@ -22,7 +22,7 @@ from clusterddp.checks import node as clock
 from clusterddp.checks.batch_step import Conductor, Probe, ProbeServer, results
 from clusterddp.checks.node import Check, failed, ok, warning
 from clusterddp.checks.nodes_job import nodes_of, summary
-from clusterddp.errors import PreflightError, SlurmError
+from clusterddp.errors import LauncherEnvironmentError, PreflightError, SlurmError
 from clusterddp.failures.exclusion import failures, unchecked
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
@@ -452,3 +452,19 @@ def test_the_batch_step_tells_how_a_probe_ended(tmp_path: Path) -> None:
     status = batch_step.ExitStatus.of_code(1)
     assert batch_step.how_ended(log, status) == "exit code 1, ModuleNotFoundError: No module named 'torch'"
     assert batch_step.how_ended(tmp_path / "none", None) == ""
+
+
+def test_a_batch_step_on_a_node_without_the_interface_starts_no_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No probe could reach it. The error is the end of the job's log, which the command shows."""
+    monkeypatch.setattr(batch_step, "prepare_process", lambda: None)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    folder = RunDirectory(tmp_path / "job")
+    folder.create()
+    (folder.path / probe.JOB_FILE).write_text(
+        Job(name="doctor", module="clusterddp.checks.probe", interface=("ib99",)).to_yaml()
+    )
+    with pytest.raises(LauncherEnvironmentError, match="no ib99"):
+        batch_step.check_nodes(folder)
+    assert not (folder.path / probe.RESULTS_FILE).exists()
