@@ -462,7 +462,7 @@ class Context(Loaders):
         job = replace(read.job, seed=read.seed)
         tracking = Tracking(read.run_dir if group.rank == 0 else None, job, self.attempt, report)
         self._stopping.saver, saver.on_commit = saver, tracking.committed
-        heartbeat.timing, heartbeat.on_device = times.heartbeat_values, times.on_device
+        heartbeat.timed, heartbeat.on_device = times.add_to, times.on_device
         agreement, deadline = self._agreement, self._stopping.deadline
         common = self._process, read.job, read.seed, group, agreement
         return Services(*common, saver, deadline, heartbeat, times, tracking, report)

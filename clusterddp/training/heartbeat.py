@@ -13,7 +13,7 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,8 +125,8 @@ class Heartbeat:
         self._device, self._patient = watched.device, watched.patient
         self._send, self._flight_record = send, flight_record
         self._rank, self._ranks = rank, ranks
-        #: Returns the figures about the steps (``training/step_timing.py``).
-        self.timing: Callable[[], Mapping[str, Any]] = dict
+        #: Adds the figures about the steps to a heartbeat (``training/step_timing.py``).
+        self.timed: Callable[[Alive], Alive] = lambda beat: beat
         #: Where the device is, relative to the completed steps (``training/step_timing.py``).
         self.on_device: Callable[[], tuple[int, str] | None] = lambda: None
         self._thread: threading.Thread | None = None
@@ -175,7 +175,7 @@ class Heartbeat:
         try:
             self._beat_on(watchdog)
         finally:  # a rank whose heartbeat ends must not look as if it hung
-            self._send(Alive(self._boundaries(), self._step(), age_s=0.0, allowed_s=math.inf, **self.timing()))
+            self._send(self.timed(Alive(self._boundaries(), self._step(), age_s=0.0, allowed_s=math.inf)))
 
     def _beat_on(self, watchdog: Watchdog) -> None:
         period_s = watchdog.period_s(self._ranks)
@@ -193,7 +193,7 @@ class Heartbeat:
             self._explain_stacks()
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
-            beat = Alive(count, self._step(), age_s, pace.allowed_s, stood_s=round(stood_s, 1), **self.timing())
+            beat = self.timed(Alive(count, self._step(), age_s, pace.allowed_s, stood_s=round(stood_s, 1)))
             if age_s == 0:
                 self._set_timer(pace.allowed_s)
                 self._recording, self._stalled_device, self._collectives = None, None, ()

@@ -16,8 +16,9 @@ import stat
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.history.beginnings import Phase
 from clusterddp.history.steps import Apart, Stalled, StepsSeen
+from clusterddp.messages.reports import Alive
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import settings
@@ -65,7 +67,7 @@ class ScriptSteps:
             self._times.on_stall = lambda seconds: process.report(Stalled(seconds=seconds))
         watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
         self.heartbeat = begin_heartbeat(process, read, read.attempt or 0, watched)
-        self.heartbeat.timing = self._heartbeat_values
+        self.heartbeat.timed = self._add_to
         process.saves.around = self._saving
         at_exit(self.close)
 
@@ -121,11 +123,12 @@ class ScriptSteps:
         self._process.report(StepsSeen(out=_output_size(1), err=_output_size(2)))
         self._process.report(Phase(phase="training"))
 
-    def _heartbeat_values(self) -> Mapping[str, Any]:
-        """The figures as of ``ctx.run()``, without the phases that a step of the script is not divided into."""
-        values = self._times.heartbeat_values()
-        steps, _data, own, wait, _save = values["timing"]
-        return values | {"timing": [steps, None, own, wait, None], "made": self.steps}
+    def _add_to(self, beat: Alive) -> Alive:
+        """The same figures as for ``ctx.run()``, without the phases that a step of the script is not divided into."""
+        beat = self._times.add_to(beat)
+        assert beat.timing is not None
+        steps, _data, own, wait, _save = beat.timing
+        return replace(beat, timing=(steps, None, own, wait, None), made=self.steps)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

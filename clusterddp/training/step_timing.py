@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from clusterddp.distributed import torch_patches
 from clusterddp.distributed.wrapping import ddp_modules
 from clusterddp.history.event import Reported
 from clusterddp.history.steps import WaitsForData
+from clusterddp.messages.reports import Alive, Totals
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.reporter import counted
 from clusterddp.rundir.timing import PHASES
@@ -144,7 +146,7 @@ class _WholeStep(_Step):
 
 
 class StepTimes:
-    """Times the steps of a loop, for its thread. ``told`` is for any thread.
+    """Times the steps of a loop, for its thread. ``add_to`` is for any thread.
 
     Args:
         parts: those of the run, of which DDP modules are watched.
@@ -164,7 +166,7 @@ class StepTimes:
         self._steps = 0
         self._sums = [0.0] * len(PHASES)
         #: The steps and the sums, and when they were added up, on the monotonic clock.
-        self._totals: tuple[tuple[float, ...], float] = ((0, *self._sums), time.monotonic())
+        self._totals = self._steps, self._sums, time.monotonic()
         #: Of the pace: the steps, their own time and their whole time at the last sample; the samples.
         self._sampled = (0, 0.0, 0.0)
         self._samples: deque[float] = deque(maxlen=SAMPLES)
@@ -317,7 +319,7 @@ class StepTimes:
             self._count(pending.popleft())
         while len(pending) > MOST_PENDING:
             pending.popleft()
-        self._totals = ((self._steps, *self._sums), time.monotonic())
+        self._totals = self._steps, self._sums, time.monotonic()
 
     def _count(self, step: _Step) -> None:
         between = self._clock.between
@@ -353,18 +355,17 @@ class StepTimes:
             self._pace = (statistics.median(self._samples), all_s / steps)
         self.on_sample(self._sums)
 
-    def heartbeat_values(self) -> dict[str, Any]:
-        """The values of a heartbeat: the pace, if it is known, and the totals up to the first step boundary since the
-        last heartbeat, or a later one."""
+    def add_to(self, beat: Alive) -> Alive:
+        """The heartbeat with the pace, if it is known, and the totals up to the first step boundary since the last
+        heartbeat, or a later one."""
         self._wanted = True
-        (steps, data_s, own_s, wait_s, save_s), counted_at = self._totals
+        steps, sums, counted_at = self._totals
+        data_s, own_s, wait_s, save_s = (round(seconds, 6) for seconds in sums)
         split = (own_s, wait_s) if self._knows_waits else (None, None)
-        seconds = (data_s, *split, save_s)
-        values: dict[str, Any] = {"timing": [steps, *(None if one is None else round(one, 6) for one in seconds)]}
-        values["timing_age_s"] = round(time.monotonic() - counted_at, 3)
-        if self._pace is not None:
-            values["own_s"], values["step_s"] = self._pace
-        return values
+        timing: Totals = (steps, data_s, *split, save_s)
+        pace_s, step_s = self._pace or (None, None)
+        age_s = round(time.monotonic() - counted_at, 3)
+        return replace(beat, timing=timing, timing_age_s=age_s, own_s=pace_s, step_s=step_s)
 
 
 def _doing(step: _Step, clock: Clock) -> str | None:

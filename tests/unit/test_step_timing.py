@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed import torch_patches
 from clusterddp.distributed.wrapping import Buffers
+from clusterddp.messages.reports import Alive
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.training import step_timing
 from clusterddp.training.step_timing import (
@@ -27,6 +30,8 @@ from clusterddp.training.step_timing import (
     StepTimes,
     StreamClock,
 )
+
+BEAT = Alive(count=0, step=0, age_s=0.0)
 
 
 class Stream:
@@ -74,8 +79,7 @@ def make(times: StepTimes, clock: Stream, data: float, own: float, save: float =
 
 def told(times: StepTimes) -> list[Any]:
     """The steps, and the seconds in each phase."""
-    found: list[Any] = times.heartbeat_values()["timing"]
-    return found
+    return list(times.add_to(BEAT).timing or ())
 
 
 def test_a_step_is_split_into_data_own_work_wait_and_save() -> None:
@@ -196,7 +200,7 @@ def test_the_pace_is_the_median_of_means_of_data_and_own_work() -> None:
     times = StepTimes([], clock)
     make(times, clock, 9.0, 9.0)
     for step in range(SAMPLES * SAMPLE_STEPS):
-        assert "own_s" not in times.heartbeat_values()
+        assert times.add_to(BEAT) == replace(BEAT, timing=ANY, timing_age_s=ANY)
         times.ask()
         clock.now += 1.0
         times.begin()
@@ -205,7 +209,7 @@ def test_the_pace_is_the_median_of_means_of_data_and_own_work() -> None:
         times.end()
         clock.now += 0.25
     times.leave()
-    assert (times.heartbeat_values()["own_s"], times.heartbeat_values()["step_s"]) == (3.0, 3.75)
+    assert (times.add_to(BEAT).own_s, times.add_to(BEAT).step_s) == (3.0, 3.75)
 
 
 @pytest.mark.parametrize(
