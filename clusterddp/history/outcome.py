@@ -15,9 +15,9 @@ from clusterddp.reporter import in_one_line
 class Outcome:
     """How a run ended.
 
-    ``state``: the name of a ``RunEnd``, or one of another version of clusterddp. ``step``: None if the script recorded
-    none. ``attempts``: how many attempts started their ranks. ``confirmed``: False if the run completed only by exit
-    code 0, and that is doubtful.
+    ``state``: the name of a ``RunEnd``, or a name that only another version of clusterddp knows. ``step``: None if the
+    script recorded none. ``attempts``: how many attempts started their ranks. ``confirmed``: False if all that speaks
+    for a completion is exit code 0, which may mean something else.
     """
 
     state: str
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def unconfirmed(self) -> bool:
-        """Whether the run completed only by an exit code 0 that may mean something else."""
+        """Whether the run completed, but this is not confirmed."""
         return self.completed and self.confirmed is False
 
     @property

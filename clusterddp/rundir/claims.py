@@ -1,6 +1,6 @@
 """Reads and writes claims: records in a run directory of the job or process that trains the run, or waits to.
 
-A claim in its file also names the run that it was written for, so that it is void in a copy of the run directory.
+A claim's file also names the run that it was written for, so that the claim is void in a copy of the run directory.
 ``supervisor/lease.py`` decides which claim counts.
 """
 
@@ -28,9 +28,9 @@ from clusterddp.rundir.run_directory import RunDirectory
 class JobClaim:
     """The claim of a Slurm job.
 
-    ``cluster``: None if the cluster has no name, or the claim is an old one. ``time``: when the job was submitted, only
-    in the claim of a submission. ``attempt``: the first attempt that it led to, only in the same claim. ``restarts``:
-    how often Slurm had restarted the job, only in an attempt's claim. ``let_go``: the job has released the run.
+    ``cluster``: None if the cluster has no name, or the claim is an old one. ``let_go``: the job has released the run.
+    A submission's claim also has ``time``, when the job was submitted, and ``attempt``, the first attempt of the job.
+    An attempt's claim has ``restarts``: how often Slurm had restarted the job.
     """
 
     job: str
@@ -40,13 +40,17 @@ class JobClaim:
     restarts: int | None = None
     let_go: bool = False
 
+    def may_be_of(self, cluster: str | None) -> bool:
+        """Whether it may be a job of this cluster. A cluster may have no name."""
+        return _may_equal(self.cluster, cluster)
+
 
 @dataclass(frozen=True)
 class ProcessClaim:
     """The claim of a local supervisor, or of the loop of a local run.
 
     ``machine`` and ``process_start``: as in ``process.py``, None in old claims. ``let_go``: the process has released
-    the run. ``loop``: the claim is the loop's. Its file does not say so.
+    the run. ``loop``: whether it is the loop's claim. Set by whoever reads the loop's file, which lacks it.
     """
 
     host: str
@@ -79,8 +83,8 @@ def create_claim(path: Path, run: RunDirectory, claim: Claim) -> bool:
 
 
 def change_claim(path: Path, run: RunDirectory, *, let_go: bool, attempt: int | None = None) -> None:
-    """Changes a claim in its file. Fields that only another version of clusterddp knows stay. ``attempt``: None to
-    leave it as it is."""
+    """Changes a claim in its file, which keeps fields that only another version of clusterddp knows. ``attempt``: None
+    leaves it unchanged."""
     begun = {} if attempt is None else {"attempt": attempt}
     write_json(path, {**(read_json(path) or {}), **begun, "let_go": let_go, "run": _identity(run)}, mode=0o600)
 
@@ -151,7 +155,7 @@ def taken_over(run: RunDirectory, claim: JobClaim) -> bool:
 
 
 def _check(claim: Claim) -> None:
-    """Raises Misfit for what the fields' types do not exclude."""
+    """Raises Misfit for an invalid job id or pid, which the types of the fields allow."""
     if isinstance(claim, JobClaim):
         if not is_job_id(claim.job):
             raise Misfit(f"'job' is {claim.job!r}")

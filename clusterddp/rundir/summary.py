@@ -78,7 +78,7 @@ class Summary:
     ends: tuple[str, ...] = ()
     """Why attempts ended, oldest first; of a very long history, the newest."""
     cause: str | None = None
-    """Why the ranks of the last of these were stopped: the value of a ``run_states.Cause``. None if the run is over."""
+    """Why the last of these attempts was stopped: the value of a ``run_states.Cause``. None if the run is over."""
     stopped: bool = False
     """Whether the newest attempt has recorded that the run waits for its user, and why."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -356,7 +356,7 @@ def _changed(path: Path) -> float:
 
 @dataclass(frozen=True)
 class BestSaved:
-    """The checkpoint of a step, which is the best by a metric. ``value``: the metric's."""
+    """The best checkpoint: its step, the metric by which it is the best, and the value of that metric."""
 
     step: int
     metric: str

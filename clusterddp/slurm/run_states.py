@@ -131,7 +131,7 @@ def run_states(
     answer.
     """
     cluster = slurm.cluster_name(os.environ)
-    ids = {claim.job for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
+    ids = {claim.job for summary in summaries for claim in _jobs(summary) if claim.may_be_of(cluster)}
     jobs: Mapping[str, QueuedJob] = {}
     away = ""
     try:
@@ -157,11 +157,6 @@ def _jobs(summary: Summary) -> Iterable[JobClaim]:
     return (claim for claim in claims if isinstance(claim, JobClaim))
 
 
-def _reachable(claim: JobClaim, cluster: str | None) -> bool:
-    """Whether this cluster's controller knows the job. A cluster may have no name."""
-    return None in (cluster, claim.cluster) or claim.cluster == cluster
-
-
 def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: str | None) -> RunState:
     if summary.outcome is not None:
         word = summary.outcome.state
@@ -175,7 +170,7 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
             state = _of_process(summary, claim)
         if state is not None:
             return state
-    if summary.released and _reachable(summary.released, cluster):
+    if summary.released and summary.released.may_be_of(cluster):
         state = _of_job(summary, summary.released, jobs, away, cluster)
         if state is not None:
             return replace(state, reason="submitting the next job") if state.word == "running" else state
@@ -199,7 +194,7 @@ def _of_job(
 ) -> RunState | None:
     """The state of a run that a job may train, or None if the job has ended."""
     job_id = claim.job
-    if not _reachable(claim, cluster):
+    if not claim.may_be_of(cluster):
         return RunState("unknown", f"job {job_id} of cluster {claim.cluster} cannot be reached from here", job_id)
     if away:
         return RunState("unknown", f"Slurm controller unreachable: {away}", job_id)

@@ -44,10 +44,10 @@ SUBMISSION_S = 600.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run, in words: ``held by job 41 (RUNNING on n1,n2)``.
+    """Who holds a run. As text: ``held by job 41 (RUNNING on n1,n2)``.
 
-    ``job``: Slurm's record of the job. None for a process, and for a job that cannot be reached. ``reachable``: whether
-    the job or process can be reached from here. Only a reachable holder is known to be alive.
+    ``job``: Slurm's record of the job. None for a process, and for a job that is unreachable from here. ``reachable``:
+    whether the job or process is reachable from here, and so known to be alive.
     """
 
     claim: Claim
@@ -66,7 +66,7 @@ class Holder:
 
 def of_job(job_id: str) -> JobClaim:
     """The claim of a Slurm job, with its cluster: job ids are unique only within one."""
-    return JobClaim(job_id, slurm.cluster_name(os.environ) or None)
+    return JobClaim(job_id, slurm.cluster_name(os.environ))
 
 
 def of_this_process() -> ProcessClaim:
@@ -272,8 +272,7 @@ def held_by_other(run: RunDirectory, me: Claim | None = None) -> Holder | None:
 def reachable(claim: Claim) -> bool:
     """Whether a holder's state can be queried from here: it is on this machine, or on this cluster."""
     if isinstance(claim, JobClaim):
-        here = slurm.cluster_name(os.environ)
-        return None in (here, claim.cluster) or here == claim.cluster
+        return claim.may_be_of(slurm.cluster_name(os.environ))
     return on_this_machine(claim)
 
 

@@ -66,7 +66,7 @@ class ProgressLines:
     """Prints from its creation until ``close()``, after each ``every_s`` seconds in which a step was completed.
 
     Args:
-        training: how far the loop of this process is.
+        training: the state of this process's training loops.
         metrics: the run's metrics.jsonl.
         attempt: the number of this attempt.
         every_s: seconds between lines.
@@ -517,7 +517,7 @@ class Context(Loaders):
             self._history.report(Evaluated(seconds=seconds))
 
     def in_forked_child(self) -> None:
-        """The process group and the run directory belong to the parent."""
+        """Leaves the process group and the run directory to the parent."""
         self._closed = self._history.closed = True
 
     def _close_at_exit(self) -> None:

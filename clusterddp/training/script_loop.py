@@ -236,7 +236,7 @@ def _is_rank(process: RankProcess) -> bool:
 
 
 def _loop(process: RankProcess) -> ScriptLoop | None:
-    """That of its context, or else its own, begun at the first call. None in a process that is no rank."""
+    """The loop of the context or, without one, a loop that the first call begins. None in a process that is no rank."""
     if isinstance(process.loop, ScriptLoop):
         return process.loop
     return _begin(process) if process.supervised else None

@@ -176,7 +176,8 @@ def begun(process: RankProcess) -> ScriptSteps | None:
 
 
 def current(process: RankProcess, device: torch.device | None = None) -> ScriptSteps:
-    """The same, counted from the first call on, for ``device``, or the GPU in use, if any."""
+    """The steps of this process, which the first call begins to count. ``device``: where they run. None: on the GPU in
+    use, if any."""
     if (steps := begun(process)) is None:
         if device is None:
             used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

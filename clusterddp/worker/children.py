@@ -38,7 +38,7 @@ class ChildWatch:
         self._killed: set[int] = set()
 
     def begin(self) -> None:
-        """From now on."""
+        """Starts to watch. Called once."""
         self._watch_popen(popen_fork.Popen)
         when_imported("multiprocessing.popen_forkserver", lambda module: self._watch_popen(module.Popen))
         os.kill, os.killpg = self._recording(os.kill), self._recording(os.killpg)

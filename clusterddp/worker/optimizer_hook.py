@@ -22,7 +22,7 @@ _STEPS = "clusterddp.training.script_steps"
 
 
 class OptimizerHook:
-    """The hook of this process, from ``begin`` on."""
+    """Counts the steps of the optimizers in this process."""
 
     def __init__(self) -> None:
         #: torch's, to remove it.
@@ -31,12 +31,13 @@ class OptimizerHook:
         self._child_file: Path | None = None
 
     def begin(self, child_file: Path | None = None) -> None:
-        """Counts the steps of this process from now on. A hook that fails is removed."""
+        """Adds the hook once torch is imported. If it fails, it is removed. ``child_file``: where a forked child notes
+        its first step."""
         self._child_file = child_file
         when_imported("torch", self._register)
 
     def end(self) -> None:
-        """Ends ``begin``."""
+        """Removes the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -59,7 +60,7 @@ class OptimizerHook:
         self._handle = _after_each_step(hook)
 
     def in_forked_child(self) -> None:
-        """Only the first step is noted."""
+        """From now on, only the child's first step is noted."""
         self.end()
         if self._child_file is not None:
             note_first_step(self._child_file)

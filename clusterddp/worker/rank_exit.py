@@ -73,7 +73,7 @@ class Loop:
 
 
 class Training:
-    """How far the training loops of this process are."""
+    """The state of this process's training loops."""
 
     #: The newest loop, from its begin until it is complete.
     loop: Loop | None = None

@@ -1,7 +1,7 @@
-"""What one process of a run has of itself: the state of a rank, in one object.
+"""The state of a rank's process, in one object.
 
-The entry point of a rank makes it (``main`` of ``worker/rank.py``) and hands it on. Only what hooks into a script finds
-it by ``current()``, because a script calls ``clusterddp.init()``, an optimizer or ``os.fork()`` without it.
+The rank's entry point (``main`` of ``worker/rank.py``) makes it and passes it on. Only functions that the script calls,
+such as ``clusterddp.init()``, and hooks in its optimizers and forks get it from ``current()``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ class InitializedContext(Protocol):
     """A ``Context`` of ``training/context.py``."""
 
     def in_forked_child(self) -> None:
-        """The process group and the run directory belong to the parent."""
+        """Leaves the process group and the run directory to the parent."""
 
 
 class RankProcess:
-    """The state of this process. Without a supervisor, as under torchrun, what concerns the supervisor has no effect.
-
-    The same holds in a forked child, which inherits the object, but is no rank.
+    """The state of this process. Without a supervisor, as under torchrun, the methods that report to it or wait for it
+    have no effect. Nor have they in a forked child, which inherits the object but is no rank.
     """
 
     def __init__(self, channel: ControlChannel | None = None) -> None:
@@ -49,15 +48,16 @@ class RankProcess:
         self.optimizers = OptimizerHook()
         self.training = Training()
         self.exit = Exit()
-        # Of training/, which alone knows these types:
+        # Set and used by training/, above this package. Hence the types:
         #: From ``clusterddp.init()`` until it is closed.
         self.context: InitializedContext | None = None
-        #: What ``clusterddp.stop_requested()`` and ``continue_epoch()`` do here, from the first call on.
+        #: The ``ScriptLoop`` of ``clusterddp.stop_requested()`` and the ``EpochItems`` of ``continue_epoch()``. Made by
+        #: the first call.
         self.loop: object = None
         self.epoch: object = None
-        #: The steps of a script without a context, from the first one on.
+        #: The ``ScriptSteps`` of a script without a context. Made at its first step.
         self.steps: object = None
-        #: The newest one. The rank stays stopped even if the script catches it and continues.
+        #: The newest one that was raised. The rank stays stopped even if the script catches it and continues.
         self.stopped: Stopped | None = None
         #: Why this process has sent itself a TERM for a stop. Empty if it has not.
         self.terminated = ""
@@ -108,7 +108,7 @@ class RankProcess:
     # --- the script
 
     def note_stops(self, on_stopped: Callable[[Stopped], None]) -> None:
-        """Notes each ``Stopped`` that is raised from now on, and calls ``on_stopped`` with it."""
+        """From now on, keeps each ``Stopped`` that is raised, and calls ``on_stopped`` with it."""
 
         def note(stopped: Stopped) -> None:
             self.stopped = stopped
@@ -117,7 +117,7 @@ class RankProcess:
         Stopped.on_raised = note
 
     def in_forked_child(self) -> None:
-        """Keeps what a child needs: its saves are protected, and its first step is noted."""
+        """Drops what belongs to the rank. The child's saves stay protected, and its first step is noted."""
         if self.channel is not None:
             self.channel.close()
         self.channel = self.gpus = self.resume_watch = None
@@ -135,14 +135,14 @@ _current: RankProcess | None = None
 
 
 def begin() -> RankProcess:
-    """Makes that of this process, once: for its entry point."""
+    """Makes the state of this process. Its entry point calls this once."""
     global _current
     _current = RankProcess()
     return _current
 
 
 def current() -> RankProcess:
-    """That of this process. A process without an entry point of ours makes it here, as ``clusterddp.init()`` does under
+    """The state of this process, which is made here if the process did not start with an entry point of ours, as under
     torchrun."""
     return _current or begin()
 

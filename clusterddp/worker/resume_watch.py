@@ -38,7 +38,7 @@ class ResumeWatch:
 
     ``late``: the script has made steps without reading the file, which is reported. A script that looks for a learning
     rate first may still read it. From then on a file counts only if this attempt has not written it before.
-    ``ended``: see ``end``.
+    ``ended``: whether ``end`` has ended the watch.
     """
 
     def __init__(self, path: str, report: Callable[[Report], None], others: Sequence[str] = ()) -> None:

@@ -250,7 +250,7 @@ class ScriptSignal:
 
 
 class StopSignals:
-    """Who gets the stop signals of this process: clusterddp, the script, or neither."""
+    """The stop signals of this process, which go to clusterddp (``catch``), the script (``expect``), or neither."""
 
     def __init__(self) -> None:
         self._pipe: SignalPipe | None = None
@@ -258,7 +258,7 @@ class StopSignals:
         self.of_script: ScriptSignal | None = None
 
     def catch(self) -> SignalPipe:
-        """Catches them from now on. In the main thread."""
+        """Catches the signals from now on. Called in the main thread."""
         if self.of_script is not None:
             self.of_script.release()
             self.of_script = None
@@ -266,13 +266,13 @@ class StopSignals:
         return self._pipe
 
     def close(self, *, restore_handlers: bool) -> None:
-        """Ends ``catch``, as ``SignalPipe.close``."""
+        """Ends ``catch``. ``restore_handlers``: as for ``SignalPipe.close``."""
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             pipe.close(restore_handlers=restore_handlers)
 
     def expect(self, name: str, on_signal: Callable[[signal.Signals], None]) -> ScriptSignal:
-        """Turns them into the one that the script expects, as ``ScriptSignal``."""
+        """Turns the signals into the one that the script expects (``ScriptSignal``)."""
         self.of_script = ScriptSignal(name, on_signal)
         return self.of_script
 
@@ -282,7 +282,7 @@ class StopSignals:
             _thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def after_fork(self) -> None:
-        """In this process."""
+        """Unblocks the signals in this process, the parent."""
         mask, _thread.mask = _thread.mask, None
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
