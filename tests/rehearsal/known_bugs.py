@@ -1,13 +1,15 @@
 """Published kinds of bugs in scripts that are preempted and resumed, each as a small script of our own in bugs/NAME.
 
-``broken.py`` has the bug, ``repaired.py`` is the same script without it. They train on two ranks with gloo, in 40 to 60
-steps of a few milliseconds, and save below their working folder. A test shows what each bug does, by an interruption
-where it hurts.
+``repaired.py`` resumes correctly, and ``bug.patch`` puts the bug into it. Both scripts train on two ranks with gloo, in
+40 to 60 steps of a few milliseconds, and save below their working folder. A test shows what each bug does, by an
+interruption where it hurts.
 """
 
 from __future__ import annotations
 
 import enum
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,14 +73,19 @@ class KnownBug:
     ranks_afterwards: int = 2
 
     @property
-    def broken(self) -> Path:
-        """The script with the bug."""
-        return BUGS / self.name / "broken.py"
-
-    @property
     def repaired(self) -> Path:
-        """The script without it."""
+        """The script without the bug."""
         return BUGS / self.name / "repaired.py"
+
+    def write_broken(self, folder: Path) -> Path:
+        """The script with the bug, in a new folder with what it imports.
+
+        Raises:
+            subprocess.CalledProcessError: the patch does not apply.
+        """
+        shutil.copytree(BUGS / self.name, folder)
+        subprocess.run(["git", "apply", "bug.patch"], cwd=folder, check=True)
+        return (folder / "repaired.py").rename(folder / "broken.py")
 
 
 def _on_github(*threads: str) -> tuple[str, ...]:

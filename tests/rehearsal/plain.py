@@ -261,13 +261,14 @@ def _as_rank(start: _Start, rank: int, ranks: int, port: int, output: Path) -> N
 
 def main() -> None:
     """Runs the bugs named, or all."""
-    folder, *names = sys.argv[1:]
+    top, *names = sys.argv[1:]
     for bug in KNOWN_BUGS:
         if bug.name in names or not names:
             line: dict[str, str | None] = {"name": bug.name}
-            for which, script in (("broken", bug.broken), ("repaired", bug.repaired)):
-                done = damage(bug, script, Path(folder).absolute() / bug.name / which)
-                line[which] = done.value if done else None
+            folder = Path(top).absolute() / bug.name
+            for script in (bug.write_broken(folder / "scripts"), bug.repaired):
+                done = damage(bug, script, folder / script.stem)
+                line[script.stem] = done.value if done else None
             print(json.dumps(line), flush=True)
 
 

@@ -34,8 +34,11 @@ def test_each_folder_is_a_known_bug() -> None:
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in KNOWN_BUGS])
-def test_scripts_differ_in_the_bug_alone_and_do_not_use_clusterddp(bug: KnownBug) -> None:
-    broken, repaired = bug.broken.read_text(), bug.repaired.read_text()
+def test_each_patch_applies_and_scripts_differ_in_the_bug_alone_without_clusterddp(
+    bug: KnownBug, tmp_path: Path
+) -> None:
+    broken, repaired = bug.write_broken(tmp_path / "scripts").read_text(), bug.repaired.read_text()
+    compile(broken, "broken.py", "exec")
     changed = [line for line in difflib.ndiff(broken.splitlines(), repaired.splitlines()) if line[0] in "+-"]
     assert 1 <= len(changed) <= 20
     assert "clusterddp" not in broken + repaired
