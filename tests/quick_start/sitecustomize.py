@@ -1,7 +1,7 @@
 """On the PYTHONPATH of the runs that tests/ranks start: torch._dynamo is imported once something needs it.
 
-Torch imports it for each optimizer and each DistributedDataParallel, to mark functions that torch.compile must not
-trace. That takes a rank as much CPU time as importing torch. A process that compiles nothing calls the same functions
+Torch imports it with the first optimizer or DistributedDataParallel, to mark functions that torch.compile must not
+trace. That takes about as much CPU time as importing torch. A process that compiles nothing calls the same functions
 unmarked. The tests on a real Slurm have torch as it is, as have all with CLUSTERDDP_TEST_PRODUCT=1.
 """
 
@@ -35,7 +35,7 @@ def _load(module):
         for fn in _marked:
             vars(fn).pop("__dynamo_disable", None)  # torch marks it again
         module.__class__ = ModuleType
-        module.__spec__.loader.load(module)
+        super(_Loader, module.__spec__.loader).exec_module(module)
 
 
 def _mark(fn=None, *words, **named):
@@ -47,7 +47,7 @@ def _mark(fn=None, *words, **named):
     return fn
 
 
-#: What optimizers and DDP use of it, where nothing is compiled.
+#: What optimizers, DDP and process groups use of it, where nothing is compiled.
 _PARTS = {
     "disable": _mark,
     "graph_break": lambda msg="": None,
@@ -56,21 +56,12 @@ _PARTS = {
 }
 
 
-class _Loader:
-    def __init__(self, loader):
-        self._loader = loader
-
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
-
+class _Loader(importlib.machinery.SourceFileLoader):
     def create_module(self, spec):
         return _Pending(spec.name)
 
     def exec_module(self, module):
         vars(module).update(_PARTS)
-
-    def load(self, module):
-        self._loader.exec_module(module)
 
 
 class _Finder:
@@ -78,7 +69,7 @@ class _Finder:
         if name == NAME:
             spec = importlib.machinery.PathFinder.find_spec(name, path, target)
             if spec is not None:
-                spec.loader = _Loader(spec.loader)
+                spec.loader = _Loader(name, spec.origin)
             return spec
         if name.startswith(f"{NAME}.") and NAME in sys.modules:
             _load(sys.modules[NAME])
