@@ -43,3 +43,7 @@ def fields_of(report: Report) -> tuple[str, dict[str, Any]]:
         line = encode(report)
         return line["event"], {name: line[name] for name in line if name not in ("time", "attempt", "event", "rank")}
     return type(report).__name__.lower(), dataclasses.asdict(report)
+
+
+def unreported(_: Any) -> None:
+    """In place of a channel, where what is reported does not matter."""

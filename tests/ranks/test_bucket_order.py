@@ -58,7 +58,6 @@ def test_a_resumed_run_has_the_buckets_and_the_bits_of_the_uninterrupted_one(tmp
     assert [event["inexact"] for event in events if event["event"] == "resumed"] == [[], []]
 
 
-@pytest.mark.product
 def test_an_order_of_other_parameters_is_not_used_and_reported(tmp_path: Path) -> None:
     run = Trained(tmp_path, 1).directory
     ddp.run(SCRIPT, run, 2, "--frozen", ranks=RANKS, folder=tmp_path / "frozen")

@@ -156,7 +156,7 @@ for batch in run.steps(6):
 )
 
 
-@pytest.mark.product  # slurm/test_script_process.py and the test above have an open pool
+@pytest.mark.product  # the test above has an open pool
 def test_a_local_preemption_in_the_middle_of_a_pools_map_waits_for_it_and_loses_nothing(tmp_path: Path) -> None:
     """TERM goes to the ranks only: a pool whose worker was killed would wait for its answer forever."""
     script = tmp_path / "maps.py"

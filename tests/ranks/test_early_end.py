@@ -83,7 +83,6 @@ def test_a_loop_left_by_break_is_reported_as_unsaved_and_loses_no_metrics(tmp_pa
     assert not any(run.checkpoints.iterdir())
 
 
-@pytest.mark.product
 def test_an_exception_in_the_loop_is_not_answered_with_advice_about_break(tmp_path: Path) -> None:
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(SCRIPT)

@@ -60,7 +60,6 @@ def test_a_fork_continues_from_another_runs_step_and_does_not_change_that_run(
     assert {path: path.stat().st_mtime_ns for path in source.path.rglob("*")} == before
 
 
-@pytest.mark.product  # the test above forks at a step
 def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path: Path, source: RunDirectory) -> None:
     fork = RunDirectory(tmp_path / "fork")
     submit("--fork", source, "--run-dir", fork, steps=45)

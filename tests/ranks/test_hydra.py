@@ -136,7 +136,6 @@ def test_a_member_is_the_program_as_it_was_started(tmp_path: Path) -> None:
     assert (tmp_path / "m" / "lr=0.5" / "state.json").samefile(run.path / "hydra" / "state.json")
 
 
-@pytest.mark.product
 def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     """And starts nothing."""
     for words, expected in {

@@ -89,7 +89,7 @@ def check_same(run: RunDirectory, reference: RunDirectory) -> None:
     assert differing(final_state(run), final_state(reference)) == []
 
 
-@pytest.mark.product  # unit/test_attempt.py has the limit
+@pytest.mark.product  # unit/test_decide.py and test_attempt.py have the limit
 def test_a_run_saves_and_fails_as_soon_as_its_gpu_hours_are_used_up(tmp_path: Path) -> None:
     """It was looked at between attempts only, and this one would have trained for minutes."""
     run, limit = RunDirectory(tmp_path / "run"), ["--set", "limits.gpu_hours=0.008"]
@@ -432,7 +432,7 @@ def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
     assert run.outcome() is None
 
 
-@pytest.mark.product  # the tests of full disks are below
+@pytest.mark.product  # the test above has a full disk, test_resume.py a TERM without a notice
 def test_ctrl_c_saves_although_the_loop_cannot_write(run: RunDirectory) -> None:
     """On a full disk nobody can tell the supervisor why the ranks stop; the ranks save where they can."""
     process = start(run, *TRAINING, *whole(0.02))

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import UNCONFIRMED
-from clusterddp.messages.reports import Report
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.resume_watch import ResumeWatch
 from tests import ddp
 from tests.cli import clusterddp
+from tests.reports import unreported
 from tests.runs_on_disk import outcome_of
 from tests.waiting import preempt_local, wait_until
 
@@ -188,7 +188,6 @@ for process in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)
 """
 
 
-@pytest.mark.product  # test_child_processes.py has processes of a script
 def test_processes_of_the_script_are_told_that_they_get_no_stop_and_the_history_says_it_once(tmp_path: Path) -> None:
     """As those of torch.multiprocessing.spawn: they have the rank's environment, and no supervisor."""
     script, run = tmp_path / "starts.py", RunDirectory(tmp_path / "run")
@@ -198,10 +197,6 @@ def test_processes_of_the_script_are_told_that_they_get_no_stop_and_the_history_
     assert done.stderr.count(f"attempt 0: {said}") == 1, done.stderr
     assert output(run, 0, 0) == "False False\n" * 2
     assert (run.attempt_logs(0) / "rank-0.err").read_text().count(said) == 2, "each process says it once"
-
-
-def unreported(_: Report) -> None:
-    """What a watch reports does not matter."""
 
 
 def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.runs_on_disk import outcome_of
 from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
 from tests.waiting import story, wait_for_step, wait_until
 
-#: In rendezvous and in the first step: test_preemption_variants.py. In an evaluation: ranks/test_resume.py.
+#: Rendezvous and the first step are in test_preemption_variants.py, an evaluation in ranks/test_resume.py.
 TYPICAL = ["save", "last step", "after the end"]
 EVERY = [pytest.param(grace, MOMENTS, id=f"all-{grace}", marks=pytest.mark.product) for grace in (20, 0)]
 
@@ -248,7 +248,7 @@ def test_scancel_during_a_save_is_final_and_the_save_is_kept(cluster: Cluster, r
     assert 20 in [event["step"] for event in events_of(training.run, "checkpoint")]
 
 
-@pytest.mark.product  # the tests above have the other moments
+@pytest.mark.product  # the simulation has it, the tests above the other moments
 def test_scancel_while_the_run_is_being_resubmitted_ends_the_new_job_too(cluster: Cluster, runs: Path) -> None:
     """sbatch is slow, and the scancel comes while it runs."""
     sbatch = runs / "sbatch"

@@ -15,8 +15,8 @@ from tests.trainings import MOMENTS, Training, check_same_run, preempt_at_each
 from tests.waiting import story
 
 #: proctrack, user signal, preemption by QOS, grace, loader workers: both values of each, with the standard cluster of
-#: the other tests, whose runs have no workers, and with linuxproc in test_script_process.py.
-TYPICAL = [("cgroup", True, True, 0, 2)]
+#: the other tests, whose runs have no workers.
+TYPICAL = [("linuxproc", True, True, 0, 2)]
 PRODUCT = list(itertools.product(("cgroup", "linuxproc"), (False, True), (False, True), (20, 0), (0, 2)))
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
 

@@ -30,6 +30,7 @@ from clusterddp.supervisor.script_checkpoints import ScriptCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker.resume_watch import ResumeWatch
 from tests.histories import event_of, view
+from tests.reports import unreported
 from tests.wording import says
 
 ARGS = ("--resume", "{checkpoint}")
@@ -39,10 +40,6 @@ ARGS = ("--resume", "{checkpoint}")
 def run(tmp_path: Path) -> RunDirectory:
     (tmp_path / "run").mkdir()
     return RunDirectory(tmp_path / "run")
-
-
-def unreported(_: Report) -> None:
-    """What a watch reports does not matter."""
 
 
 def zipped(path: Path, content: str = "weights") -> bytes:
