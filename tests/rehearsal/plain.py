@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -28,6 +27,7 @@ import torch.distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from clusterddp.process import descendants
+from clusterddp.worker.rank import reserve_port
 from tests.rehearsal.known_bugs import KNOWN_BUGS, Damage, Interruption, KnownBug, Moment
 
 #: After a rank has failed, srun ends the others.
@@ -109,9 +109,8 @@ class _Start:
         self.steps_file = folder / f"steps-{number}"
         self._script, self._folder, self._interruption = script, folder, interruption
         self._reached, self._noticed = folder / "reached", folder / "noticed"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._held = reserve_port(None)  # until the ranks have ended: other tests choose ports from the same range
+        port = self._held.getsockname()[1]
         self._codes: dict[int, int | None] = {}
         for rank in range(ranks):
             process = os.fork()
@@ -128,6 +127,7 @@ class _Start:
         finally:
             self._signal(signal.SIGKILL)
         self._wait(LONGEST_S)
+        self._held.close()
         return tuple(code for code in self._codes.values() if code is not None)
 
     def _interrupt(self, interruption: Interruption) -> None:
