@@ -10,7 +10,7 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache, reduce
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -141,12 +141,10 @@ def _entry(annotation: Any) -> Entry:
 def _of_union(parts: Sequence[Entry]) -> Entry:
     """One part at most is converted: the others are None or plain values."""
     convert = next((part.convert for part in parts if part.convert is not None), None)
-    fits = reduce(_either, (part.fits for part in parts))
-    return Entry(fits, convert and (lambda value: None if value is None else convert(value)))
-
-
-def _either(one: Callable[[Any], bool], other: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: one(value) or other(value)
+    return Entry(
+        lambda value: any(part.fits(value) for part in parts),
+        convert and (lambda value: None if value is None else convert(value)),
+    )
 
 
 def _of_sequence(item: Entry) -> Entry:

@@ -74,7 +74,7 @@ class LauncherEnvironmentError(ClusterddpError):
 
 
 class InterfaceMissing(LauncherEnvironmentError):
-    """The node does not have the network of the key ``interface``, but others may."""
+    """The node has none of the interfaces in the key ``interface``. Others may have one."""
 
 
 class PreflightError(ClusterddpError):

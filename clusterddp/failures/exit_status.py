@@ -115,7 +115,7 @@ MOST_LINES, LONGEST_LINE = 12, 400
 class LaunchFailure:
     """No rank was started. ``error``: why, in a sentence. ``lines``: what srun or the node's setup printed.
     ``refused``: whether the same would probably happen again. ``node``: the one at fault, or empty.
-    ``lacks_interface``: it does not have the network of ``interface``."""
+    ``lacks_interface``: it has none of the interfaces in ``interface``."""
 
     error: str
     lines: tuple[str, ...]

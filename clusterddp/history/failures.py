@@ -164,8 +164,8 @@ class NodeLost(Event):
 @dataclass(frozen=True, kw_only=True)
 class LaunchFailed(Event):
     """srun has started no rank, or `node_setup` failed on a node. `lines`: what they printed. `refused`: the same would
-    happen again. `suspect`: the node, if others passed. `lacks_interface`: the first node does not have the network of
-    `interface`"""
+    happen again. `suspect`: the node, if others passed. `lacks_interface`: the first node has none of the
+    interfaces in `interface`"""
 
     error: str
     lines: Sequence[str]
@@ -180,7 +180,7 @@ class LaunchFailed(Event):
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Event):
     """the first failure of the attempt. `raised`: its exception, line and step. `lacks_gpus`: the node has too few.
-    `lacks_interface`: it does not have the network of `interface`. `fault`: the fault of its GPU that caused this"""
+    `lacks_interface`: it has none of the interfaces in `interface`. `fault`: the fault of its GPU that caused this"""
 
     rank: int = field()
     host: str

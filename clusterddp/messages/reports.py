@@ -212,7 +212,7 @@ class Left:
     ``read_saved``: it is done without a step, after it had opened what the script saved at its last stop.
     ``without_torch``: the script did not import torch, so that no steps could be seen. ``final``: a restart would raise
     the exception again, as of a checkpoint that does not fit. ``lacks_gpus``: its node has fewer GPUs than its ranks
-    need. ``lacks_interface``: its node does not have the network of ``interface``.
+    need. ``lacks_interface``: its node has none of the interfaces in ``interface``.
     """
 
     host: str

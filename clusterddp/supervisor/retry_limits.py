@@ -37,9 +37,9 @@ def exceeded(job: Job, history: RunView, now: float) -> str | None:
     which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
     if isinstance(newest, Restarted) or _cause(newest) == Cause.NODES_BUSY.value:
         return f"{FRUITLESS} consecutive attempts failed without saving a new checkpoint{which}"
-    ended = f"{FRUITLESS} consecutive attempts reached their time limit without saving a new checkpoint{which}"
-    if not any(attempt.has(*STEPPED) for attempt in fruitless):
-        ended = f"{FRUITLESS} consecutive attempts reached their time limit before their first step"
+    stepped = any(attempt.has(*STEPPED) for attempt in fruitless)
+    how = f"without saving a new checkpoint{which}" if stepped else "before their first step"
+    ended = f"{FRUITLESS} consecutive attempts reached their time limit {how}"
     if job.time_min_s is None:
         return f"{ended}. Request more time"
     return (

@@ -105,7 +105,7 @@ class RankEnd:
     """Whether its node has fewer GPUs than its ranks need."""
 
     lacks_interface: bool = False
-    """Whether its node does not have the network of ``interface``."""
+    """Whether its node has none of the interfaces in ``interface``."""
 
     final: bool = False
     """Whether it raised an exception that a restart would raise again, as of a checkpoint that does not fit."""
