@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.checkpoint.packing import pack, tensor_facts
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory

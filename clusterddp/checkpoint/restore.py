@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from clusterddp import protocol
 from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.file_format import Content, Head
 from clusterddp.checkpoint.host_memory import Blocks, anonymous_file, free_memory
 from clusterddp.checkpoint.parts import Stateful, check_parts
 from clusterddp.checkpoint.state_dict import load_state, recast_parameters, state_of
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.distributed.bucket_order import PARTS_KEY, orders_in, settle_in
 from clusterddp.distributed.collectives import (

@@ -11,103 +11,31 @@ The class ``Checkpoints`` says what deletes a checkpoint, and what is never dele
 from __future__ import annotations
 
 import errno
-import json
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
-from clusterddp.rundir.files import HIDDEN_S, exists, fsync_directory, names_in, rename, status, unlink, write_json
+from clusterddp.rundir.files import HIDDEN_S, exists, fsync_directory, names_in, rename, unlink, write_json
 from clusterddp.rundir.records import retrying
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.schemas import METRICS, schema_error
 
-_T = TypeVar("_T")
 #: Stands for the resume record of an attempt whose records this user cannot read.
 _UNKNOWN: Mapping[str, Any] = {}
 #: The errors of a full disk, or of a used-up quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"step-(\d{12})\.attempt-(\d{1,18})\.(safetensors|pt)", re.ASCII)
 _TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint file: the state after ``step`` steps, written by ``attempt``."""
-
-    path: Path
-    step: int
-    attempt: int
-
-    def read(self) -> file_format.Content:
-        """Reads and verifies the file. Raises CheckpointError if it is damaged, renamed or unreadable."""
-        content = self._checked(file_format.read)
-        self._check_step(content.facts)
-        return content
-
-    def read_head(self) -> file_format.Head:
-        """All of the file except its data, verified. Raises CheckpointError as ``read``."""
-        head = self._checked(file_format.read_head)
-        self._check_step(head.facts)
-        return head
-
-    def read_data(self, head: file_format.Head, into: file_format.Into) -> Iterator[int]:
-        """``file_format.read_data``. Raises CheckpointError as ``read``."""
-        with self._errors():
-            yield from file_format.read_data(self.path, head, into, partial(retrying, self.path))
-
-    def _check_step(self, facts: Mapping[str, str]) -> None:
-        if facts.get("step", str(self.step)) != str(self.step):
-            raise CheckpointError(f"{self.path.name} was renamed. It contains checkpoint {facts['step']}")
-
-    def verify(self) -> None:
-        """Reads the file. Raises CheckpointError if it is damaged or unreadable."""
-        self._checked(file_format.verify)
-
-    def check_header(self) -> None:
-        """Reads the header. Raises CheckpointError if it is damaged, the file is truncated, or either is unreadable."""
-        self._checked(file_format.read_facts)
-
-    def _checked(self, read: Callable[[Path], _T]) -> _T:
-        if self.path.suffix == ".pt":
-            raise CheckpointError(f"{self.path.name} has format 1, which this version cannot read")
-        with self._errors():
-            return retrying(self.path, lambda: read(self.path))
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Errors of reading the file as CheckpointErrors."""
-        try:
-            yield
-        except file_format.Damaged as error:
-            raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
-        except OSError as error:
-            raise CheckpointError(f"could not read {self.path.name}: {error.strerror or error}") from error
-
-    def metric(self, name: str) -> float | None:
-        """The value of a metric at the last step before the checkpoint. None if it is missing or unreadable."""
-        try:
-            value = json.loads(file_format.read_facts(self.path)["metrics"])[name]
-            return float(value)
-        except (file_format.Damaged, OSError, KeyError, ValueError, TypeError, RecursionError):
-            return None
-
-    def best_rule(self) -> str | None:
-        """The rule for the best checkpoint of the run that wrote the file, such as ``f1 max``. None if unknown."""
-        try:
-            return str(file_format.read_facts(self.path)["best"])
-        except (file_format.Damaged, OSError, KeyError, TypeError, RecursionError):
-            return None
 
 
 class Checkpoints:
@@ -225,7 +153,7 @@ class Checkpoints:
         for checkpoint in self.old():
             self.check_newest()
             try:
-                unlink(checkpoint.path)
+                checkpoint.delete()
             except OSError as error:  # the new one is committed; retried after the next
                 say(f"could not delete {checkpoint.path.name}: {error.strerror}")
 
@@ -240,10 +168,10 @@ class Checkpoints:
         stay = kept(candidates, replace(self._keep, last=2))
         old = [checkpoint for checkpoint in candidates if checkpoint not in stay]
         free = 0 if full == errno.EDQUOT else shutil.disk_usage(self.folder).free
-        if not old or free + sum(status(checkpoint.path).st_size for checkpoint in old) < needed:
+        if not old or free + sum(checkpoint.size for checkpoint in old) < needed:
             return None
         self.check_newest()
-        unlink(old[-1].path)
+        old[-1].delete()
         return old[-1].step
 
     def old(self) -> list[Checkpoint]:

@@ -19,10 +19,11 @@ from typing import Any, Literal
 import torch
 
 from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.checkpoint.packing import TORCH_DTYPES
 from clusterddp.checkpoint.parts import RESERVED
 from clusterddp.checkpoint.state_copies import copied
-from clusterddp.checkpoint.store import Checkpoint, choose
+from clusterddp.checkpoint.store import choose
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep

@@ -28,7 +28,7 @@ from clusterddp.checkpoint.store import FULL, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
-from clusterddp.rundir.files import create_file, hold_open, open_binary, status, unlink
+from clusterddp.rundir.files import create_file, hold_open, open_binary, unlink
 from clusterddp.rundir.run_directory import RunDirectory
 
 NICENESS = 10
@@ -212,7 +212,7 @@ class Writer:
         except BaseException:
             unlink(temporary)
             raise
-        return status(self._checkpoints.commit(temporary, step).path).st_size
+        return self._checkpoints.commit(temporary, step).size
 
     def _data(self, size: int) -> memoryview:
         """The snapshot. It stays mapped between saves, because the first access to a page is slow."""

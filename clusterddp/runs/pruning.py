@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints, incomplete, of_run, with_recorded_best
+from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.store import Checkpoints, incomplete, of_run, with_recorded_best
 from clusterddp.errors import CheckpointError, ClusterddpError, RunDirectoryError
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved

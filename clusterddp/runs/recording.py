@@ -15,7 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
+from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.store import Checkpoints, choose
 from clusterddp.errors import (
     CheckpointError,
     RunDirectoryError,

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
 from clusterddp.checkpoint.restore import Place, restore
-from clusterddp.checkpoint.store import FULL, Checkpoint, Checkpoints, best_of
+from clusterddp.checkpoint.store import FULL, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup

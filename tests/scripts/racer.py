@@ -11,7 +11,8 @@ import tempfile
 import time
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory

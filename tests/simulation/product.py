@@ -28,7 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from clusterddp import process, reporter
-from clusterddp.checkpoint.store import Checkpoint
+from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.cli import steering
 from clusterddp.errors import RunDirectoryError
 from clusterddp.history import codec as history_codec

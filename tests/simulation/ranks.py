@@ -19,7 +19,8 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.codec import Misfit
 from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus, LaunchFailure

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 
 from clusterddp import environment, hostlist
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints, visible
+from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.store import Checkpoints, visible
 from clusterddp.cli import status
 from clusterddp.cli.main import main
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from clusterddp import protocol
-from clusterddp.checkpoint import file_format, restore, store
+from clusterddp.checkpoint import file_format, restore
+from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.checkpoint.store import Checkpoints, lineage
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
@@ -130,7 +131,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_counts(
     number = attempt(directory)
     save(directory, number, 1, CONTENT)
     with monkeypatch.context() as patched:
-        patched.setattr(store, "unlink", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patched.setattr(Checkpoint, "delete", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         save(directory, number, 2, CONTENT, keep=Keep(1))
     says(capfd.readouterr().err)
     save(directory, number, 3, CONTENT, keep=Keep(1))
