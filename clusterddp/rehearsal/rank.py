@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from clusterddp import protocol
-from clusterddp.process import die_with_parent
+from clusterddp.import_hooks import when_imported
+from clusterddp.process import collect_as_usual, collect_rarely, die_with_parent
 from clusterddp.rehearsal import observer
 from clusterddp.rehearsal.confinement import confine
 from clusterddp.rehearsal.facts import Orders
@@ -22,6 +23,8 @@ STACKS = signal.SIGRTMAX - 3
 def main() -> None:
     """Runs the script in this process, as ``python SCRIPT`` would."""
     die_with_parent()
+    collect_rarely()
+    when_imported("torch", lambda _: collect_as_usual())
     confine([Path(path) for path in os.environ[protocol.REHEARSAL_WRITABLE].split(":")])
     faulthandler.register(STACKS, all_threads=True, chain=False)
     observer.begin(Orders.from_json(Path(os.environ[protocol.REHEARSAL]).read_text()), int(os.environ["RANK"]))

@@ -67,6 +67,8 @@ class KnownBug:
     cause: str
     damage: Damage
     interruption: Interruption
+    #: The disturbance of `clusterddp rehearse` that shows it.
+    shown_by: str
     #: The files with the result, relative to the working folder. The newest one counts, if several match.
     result: str
     #: Ranks of the starts after the interruption.
@@ -101,6 +103,7 @@ KNOWN_BUGS = (
         "ends_as_completed",
         Damage.UNFINISHED,
         Interruption(Moment.STEP, 20),
+        "step",
         "siamese.pt",
     ),
     KnownBug(
@@ -111,6 +114,7 @@ KNOWN_BUGS = (
         "resumes_half_written",
         Damage.UNFINISHED,
         Interruption(Moment.SAVE, 3, notice_s=None),
+        "kill",
         "ckpt/state_48.pt",
     ),
     KnownBug(
@@ -121,6 +125,7 @@ KNOWN_BUGS = (
         "last_is_stale",
         Damage.REPEATED,
         Interruption(Moment.STEP, 27),
+        "step",
         "lightning_logs/checkpoints/last*.ckpt",
     ),
     KnownBug(
@@ -131,6 +136,7 @@ KNOWN_BUGS = (
         "resumed_older",
         Damage.REPEATED,
         Interruption(Moment.STEP, 27),
+        "step",
         "models/model_54.pt",
     ),
     KnownBug(
@@ -141,6 +147,7 @@ KNOWN_BUGS = (
         "new_folder",
         Damage.REPEATED,
         Interruption(Moment.STEP, 25),
+        "step",
         "runs/*/checkpoint.pt",
     ),
     KnownBug(
@@ -151,6 +158,7 @@ KNOWN_BUGS = (
         "optimizer_not_restored",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 25),
+        "step",
         "out/checkpoint.pt",
     ),
     KnownBug(
@@ -161,6 +169,7 @@ KNOWN_BUGS = (
         "scheduler_not_restored",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 17),
+        "step",
         "checkpoints/checkpoint.pth",
     ),
     KnownBug(
@@ -171,6 +180,7 @@ KNOWN_BUGS = (
         "warmup_restarted",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 29),
+        "step",
         "out-regression/ckpt.pt",
     ),
     KnownBug(
@@ -181,6 +191,7 @@ KNOWN_BUGS = (
         "scaler_not_restored",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 20),
+        "step",
         "amp_run/state.pt",
     ),
     KnownBug(
@@ -191,6 +202,7 @@ KNOWN_BUGS = (
         "ema_not_restored",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 26),
+        "step",
         "results/denoiser/ema_final.pt",
     ),
     KnownBug(
@@ -201,6 +213,7 @@ KNOWN_BUGS = (
         "generator_not_restored",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 22),
+        "step",
         "output/step-000045.ckpt",
     ),
     KnownBug(
@@ -211,6 +224,7 @@ KNOWN_BUGS = (
         "sampler_epoch_not_restored",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 29),
+        "step",
         "last_checkpoint.pth",
     ),
     KnownBug(
@@ -221,6 +235,7 @@ KNOWN_BUGS = (
         "best_not_restored",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 30),
+        "step",
         "ckpt/best.pt",
     ),
     KnownBug(
@@ -231,6 +246,7 @@ KNOWN_BUGS = (
         "saves_on_every_rank",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 25),
+        "step",
         "weights/state.pth",
     ),
     KnownBug(
@@ -241,6 +257,7 @@ KNOWN_BUGS = (
         "order_depends_on_ranks",
         Damage.DIFFERENT,
         Interruption(Moment.STEP, 18),
+        "ranks",
         "polynomial.pth",
         ranks_afterwards=1,
     ),
@@ -252,6 +269,7 @@ KNOWN_BUGS = (
         "flag_not_checked",
         Damage.REPEATED,
         Interruption(Moment.EVALUATION, notice_s=2.0),
+        "evaluation",
         "tagger/checkpoint.pt",
     ),
     KnownBug(
@@ -262,6 +280,7 @@ KNOWN_BUGS = (
         "handler_on_some_ranks",
         Damage.REPEATED,
         Interruption(Moment.STEP, 25),
+        "step",
         "factorisation/current.pt",
     ),
     KnownBug(
@@ -272,6 +291,7 @@ KNOWN_BUGS = (
         "handler_replaced",
         Damage.REPEATED,
         Interruption(Moment.STEP, 25),
+        "step",
         "save/quantiles.tar",
     ),
     KnownBug(
@@ -282,6 +302,7 @@ KNOWN_BUGS = (
         "barrier_in_handler",
         Damage.REPEATED,
         Interruption(Moment.STEP, 30, notice_s=4.0),
+        "step",
         "oscillator.ckpt",
     ),
     KnownBug(
@@ -292,6 +313,7 @@ KNOWN_BUGS = (
         "save_slower_than_notice",
         Damage.REPEATED,
         Interruption(Moment.STEP, 28, notice_s=2.0),
+        "step",
         "scratch/checkpoint.pt",
     ),
     KnownBug(
@@ -302,6 +324,7 @@ KNOWN_BUGS = (
         "workers_killed",
         Damage.REPEATED,
         Interruption(Moment.STEP, 21),
+        "step",
         "model/checkpoint.pt",
     ),
 )
