@@ -26,6 +26,8 @@
 #               CHAOS="-k fork-then-sys-exit --seed 1" are pytest's arguments
 # make simulate      histories of the protocol in a simulated world, by its own code: SIMULATE="--histories 100000 --seed 7",
 #                    "--tell --shrink --seed 7" the story of one, "--mutants" whether mistakes in the product are found
+# make rehearsals    clusterddp rehearse on 21 scripts with a known bug each, and on the same scripts without it (1 hour);
+#                    REHEARSALS="--quick optimizer" are its arguments
 # make soak     about 300 preemptions and other faults at random moments, in 50 runs; CLUSTERDDP_SOAK_RUNS=1: in two;
 #               SOAK="--seed 7 -k cgroup-003" are pytest's arguments
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
@@ -46,7 +48,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench lint pictures reference completion docs dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos rehearsals simulate soak soak-booking bench lint pictures reference completion docs dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -119,6 +121,9 @@ test-product: .venv/integrations slurm
 
 test-browser: .venv/browser
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest -q tests/browser $(TESTS)
+
+rehearsals: .venv/ready
+	.venv/bin/python -m tests.rehearsal.rehearsals $(REHEARSALS)
 
 chaos: .venv/ready slurm
 	.venv/bin/python -m pytest -m chaos tests/chaos $(CHAOS)

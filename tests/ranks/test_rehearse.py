@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS
+from clusterddp.errors import NOT_REPEATABLE
 from clusterddp.process import descendants, process_start
 from clusterddp.rehearsal.confinement import is_available
 from tests.cli import REPOSITORY, clusterddp
@@ -36,19 +36,6 @@ def rehearsed(folder: Path, *words: object, code: int, script: str | None = None
     assert (output / "rehearsal.html").read_text().startswith("<!doctype html>")
     found: dict[str, Any] = json.loads((output / "rehearsal.json").read_text())
     return found
-
-
-def test_a_script_that_saves_at_a_notice_in_a_step_continues_there(tmp_path: Path) -> None:
-    good = rehearsed(tmp_path / "good", "--only", "step", code=0)
-    assert (good["verdict"], good["findings"]) == ("survives", [])
-    (step,) = good["disturbances"]
-    assert (step["resumed_from"], step["repeated_steps"], step["result"]) == ("checkpoint.pt", 0, "same")
-
-
-def test_a_script_that_forgets_its_optimizer_is_found_out(tmp_path: Path) -> None:
-    """And its cause is named."""
-    bad = rehearsed(tmp_path / "bad", "--only", "step", "--", "--forget", code=RESUME_DIFFERS)
-    assert (bad["verdict"], bad["findings"][0]["cause"]) == ("wrong_result", "optimizer_not_restored")
 
 
 def test_no_rank_outlives_a_rehearsal_that_is_killed(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.rehearsal.known_bugs import KNOWN_BUGS, KnownBug
 
@@ -25,14 +26,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Judged:
-    """What a rehearsal says about a script. ``causes``: of its findings, the worst first."""
+    """What a rehearsal says about a script. ``code``: its exit code."""
 
     bug: KnownBug
     broken: bool
-    causes: Sequence[str]
-    starts: int
-    seconds: float
+    code: int
+    certificate: Mapping[str, Any]
     output: str
+
+    @property
+    def causes(self) -> list[str]:
+        """Of its findings, the worst first. A script that is not repeatable has that one in front."""
+        causes = [one["cause"] for one in self.certificate["findings"]]
+        return causes if self.certificate["repeatable"] else ["not_repeatable", *causes]
 
     @property
     def rightly(self) -> bool:
@@ -44,11 +50,12 @@ class Judged:
         """For the terminal."""
         verdict = "ok   " if self.rightly else "WRONG"
         name = f"{self.bug.name}/{'broken' if self.broken else 'repaired'}"
-        return f"{verdict} {name:<32} {self.seconds:4.0f} s {self.starts:3} starts  {', '.join(self.causes)}"
+        spent = f"{self.certificate['seconds']:4.0f} s {self.certificate['starts']:3} starts"
+        return f"{verdict} {name:<32} {spent}  {', '.join(self.causes)}"
 
 
-def rehearsed(bug: KnownBug, *, broken: bool, only: str | None = None) -> Judged:
-    """Rehearses one of the two scripts, with the disturbances ``only`` or all.
+def rehearsed(bug: KnownBug, *, broken: bool, only: str | None = None, ranks: int = 2) -> Judged:
+    """Rehearses one of the two scripts, with the disturbances ``only`` or all. The ranks start quickly.
 
     Raises:
         RuntimeError: it was not rehearsed to the end.
@@ -58,21 +65,20 @@ def rehearsed(bug: KnownBug, *, broken: bool, only: str | None = None) -> Judged
         script = bug.write_broken(scripts).rename(scripts / "train.py")
         if not broken:
             script.write_bytes(bug.repaired.read_bytes())
-        words = ["rehearse", script.name, "-o", top]
+        words = ["rehearse", script.name, "--gpus", str(ranks), "-o", top]
         if only is not None:
             words += ["--only", only]
         if bug.interruption.notice_s is not None:
             words += ["--notice", f"{bug.interruption.notice_s:g}"]
-        done = subprocess.run([sys.executable, "-m", "clusterddp", *words], cwd=scripts, capture_output=True, text=True)
+        paths = [str(REPOSITORY / "tests" / "quick_start"), str(REPOSITORY)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-m", "clusterddp", *words]
+        done = subprocess.run(command, cwd=scripts, env=environment, capture_output=True, text=True)
         certificate = Path(top, "rehearsal.json")
         output = f"{done.stdout}{done.stderr}"
         if not certificate.exists():
             raise RuntimeError(f"{bug.name}: {output}")
-        found = json.loads(certificate.read_text())
-        causes = [one["cause"] for one in found["findings"]]
-        if not found["repeatable"]:
-            causes.insert(0, "not_repeatable")
-        return Judged(bug, broken, causes, found["starts"], found["seconds"], output)
+        return Judged(bug, broken, done.returncode, json.loads(certificate.read_text()), output)
 
 
 def main() -> int:
@@ -84,7 +90,6 @@ def main() -> int:
     parser.add_argument("--broken", action="store_true", help="only the broken scripts")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="rehearsals at a time (default: 2)")
     given = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "tests" / "quick_start"), str(REPOSITORY)])
     chosen = [bug for bug in KNOWN_BUGS if bug.name in given.names or not given.names]
     kinds = [broken for broken, other in ((True, given.repaired), (False, given.broken)) if not other]
     wrong = 0

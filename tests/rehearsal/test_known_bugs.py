@@ -14,12 +14,10 @@ import pytest
 from tests.rehearsal.known_bugs import BUGS, KNOWN_BUGS, KnownBug
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-#: The one that runs everywhere.
-IN_CI = "optimizer"
-CASES = [pytest.param(bug, id=bug.name, marks=() if bug.name == IN_CI else pytest.mark.product) for bug in KNOWN_BUGS]
 
 
-@pytest.mark.parametrize("bug", CASES)
+@pytest.mark.product
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in KNOWN_BUGS])
 def test_an_interruption_damages_the_broken_script_alone(bug: KnownBug, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.rehearsal.plain", str(tmp_path), bug.name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
