@@ -557,3 +557,10 @@ def test_a_wait_for_other_members_of_a_sweep_is_no_hold() -> None:
     (words,) = advice(Job(name="net", module="net"), found, view(events))
     assert words.startswith("Slurm held the run 1 time after a requeue, for 2 min on average, 12% of its time")
     assert book(view(events[:1]), 50.0, state="limited").seconds()["limited"] == 50.0
+
+
+@pytest.mark.parametrize("state", ["pending", "held", "limited", "stopped"])
+def test_a_run_that_has_had_no_nodes_has_no_goodput(state: str) -> None:
+    history = view([{"time": 0.0, "attempt": 0, "event": "submitted", "job": "7_1", "submitted": 0.0}])
+    found = spent(book(history, 50.0, state), history)
+    assert found is not None and (found.goodput, found.ettr) == (None, 0.0)

@@ -331,6 +331,18 @@ def test_only_those_of_several_silent_nodes_are_lost_whose_slurmds_do_not_answer
     assert (state.lost_nodes, sorted(state.unreachable)) == (("n3",), [1])
 
 
+def test_a_rank_that_has_connected_again_has_the_whole_grace_period_when_a_node_is_lost() -> None:
+    """The launcher waits for the lost node alone once all other ranks have gone."""
+    state = State(dataclasses.replace(JOB, nodes=3), ("n1", "n2", "n3"), abandon_s=5.0)
+    joined, back = reported(2, "joined", {"host": "n3"}), reported(0, "rejoined", {"host": "n1"})
+    lost = SilentNodes(("n3",), ("n3",))
+    state = after(joined, ConnectionLost(0), back, ConnectionLost(2, silent=True), FINE, lost, state=state)
+    at_once = StartTimer(Timer.ABANDON, 0.0)
+    state, todo = step(state, ConnectionLost(1), NOW)
+    assert at_once not in todo
+    assert actions(state, ConnectionLost(0))[-1] == at_once
+
+
 def test_a_node_that_slurm_takes_out_of_the_job_before_its_rank_has_joined_is_lost() -> None:
     """That rank has no connection that could break, and a job with spare nodes outlives the node: the others waited for
     half an hour, the process group's timeout."""

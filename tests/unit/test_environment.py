@@ -210,6 +210,19 @@ def test_what_open_mpi_does_not_set_must_be_given(environ: dict[str, str], messa
             (2, 2, 5, 3, 0),
             ("n1", "n2", "n3"),
         ),
+        (
+            step(
+                PROCID=4,
+                LOCALID=0,
+                NODEID=2,
+                STEP_NUM_TASKS=5,
+                STEP_NUM_NODES=3,
+                STEP_TASKS_PER_NODE="3,1(x2)",
+                STEP_NODELIST="n[1-3]",
+            ),
+            (4, 0, 5, 1, 2),
+            ("n1", "n2", "n3"),
+        ),
         # One task on the second node of a two-node job: its own master, alone.
         (
             step(

@@ -308,6 +308,21 @@ def test_following_one_rank_prints_its_streams_apart_and_filtered(
     assert capsys.readouterr() == ("loss 1\nloss 3\n", "loss!\n")
 
 
+def test_a_line_longer_than_a_block_is_followed_before_its_end(
+    run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a progress bar, which a rank never ends."""
+    monkeypatch.setattr(logs_command, "BLOCK", 8)
+    attempt(run, r0="")
+    shown: list[str] = []
+    meanwhile(
+        lambda: add(run, 0, "rank-0.out", "0123456789abcdef"),
+        lambda: (shown.append(capsys.readouterr().out), over(run, "completed")),
+    )
+    assert logs(run, "-f") == 0
+    assert shown == ["0123456789abcdef"]
+
+
 def test_a_followed_run_that_fails_shows_its_first_failure(
     run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
 ) -> None:

@@ -65,13 +65,16 @@ def test_a_long_pause_does_not_change_the_speed(tmp_path: Path) -> None:
 
 
 def test_the_ends_of_a_long_history_are_enough(tmp_path: Path) -> None:
-    """The number of steps is at its beginning, the newest attempt at its end; the number of attempts follows."""
-    saves = [event("checkpoint", 0, step=step, blocked_s=0.1, durable_s=0.2, bytes=9) for step in range(4000)]
-    history = [*HISTORY[:4], *saves, *HISTORY[5:]]
+    """The number of steps is at its beginning, the newest attempt at its end; the number of attempts follows, also of
+    those in between."""
+    saves = [
+        event("checkpoint", step // 1000, step=step, blocked_s=0.1, durable_s=0.2, bytes=9) for step in range(4000)
+    ]
+    history = [*HISTORY[:4], *saves, {**HISTORY[5], "attempt": 3}, started(4)]
     run = recorded_run(tmp_path / "net-0", history)
     assert run.events_file.stat().st_size > 10 * (1 << 15)
     found = summarize(run)
-    assert (found.steps, found.attempts, found.ends) == (500, 2, ("preempted",))
+    assert (found.steps, found.attempts, found.ends) == (500, 5, ("preempted",))
     assert found.saved is not None and found.saved.step == 3999
 
 

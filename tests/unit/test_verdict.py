@@ -123,10 +123,13 @@ def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_without_clusterd
 
 
 def test_a_crash_near_the_time_limit_is_a_crash_unless_the_ranks_were_told_to_stop() -> None:
-    """Before any progress an exception of the script ends the run, whatever the clock says."""
+    """Before any progress an exception of the script ends the run, and a kill restarts it, whatever the clock says."""
     ends = [end("exception", 0)]
     assert judge(ends, 1, False, lambda: Cause.TIME_LIMIT).action is Action.FAIL
     assert judge(ends, 1, True, lambda: Cause.TIME_LIMIT).action is Action.AGAIN
+    killed = [end("died", 0)]
+    assert judge(killed, 137, False, lambda: Cause.TIME_LIMIT).action is Action.RESTART
+    assert judge(killed, 137, True, lambda: Cause.TIME_LIMIT).action is Action.AGAIN
 
 
 @pytest.mark.parametrize(("age_s", "cause"), [(5, Cause.ENDED_IN_GRACE), (25, Cause.PREEMPTED_WITHOUT_GRACE)])
