@@ -1,7 +1,7 @@
 """Faults put into the code for GPUs on purpose, and the tests on stand-in devices that find them.
 
-``python -m tests.gpu.planted`` plants each in a copy of this checkout, runs its tests there, and writes
-RESULTS.json and RESULTS.md here. ``python -m tests.gpu.planted 3 7`` runs some of them; the others
+``python -m tests.gpu.planted`` plants each in a copy of this checkout, runs its tests there, which must pass without a
+fault, and writes RESULTS.json and RESULTS.md here. ``python -m tests.gpu.planted 3 7`` runs some of them; the others
 keep their last result.
 """
 
@@ -189,14 +189,26 @@ def check(fault: Fault) -> None:
         raise SystemExit(f"clusterddp/{fault.file} has this {count} times; expected once:\n{fault.old}")
 
 
+def tested(file: str, copy: Path) -> subprocess.CompletedProcess[str]:
+    """pytest on a file of tests/gpu in the copy, up to the first failure."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/gpu/{file}"]
+    return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600, check=False)
+
+
+def check_without_fault(file: str, copy: Path) -> None:
+    """Ends with an error if the tests fail already, because they would then seem to find every fault."""
+    done = tested(file, copy)
+    if done.returncode != 0:
+        raise SystemExit(f"{done.stdout}{done.stderr}\ntests/gpu/{file} failed without a fault")
+
+
 def planted(fault: Fault, copy: Path) -> str:
     """The test that found it, and how; empty if none did."""
     file = copy / "clusterddp" / fault.file
     text = file.read_text()
     file.write_text(text.replace(fault.old, fault.new))
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/gpu/{fault.test}"]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600, check=False)
+        done = tested(fault.test, copy)
     finally:
         file.write_text(text)
     if done.returncode == 0:
@@ -233,7 +245,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
+        (REPOSITORY / "build").mkdir(exist_ok=True)  # with the compiled stand-ins; a new checkout has none
         (copy / "build").symlink_to(REPOSITORY / "build")
+        for file in dict.fromkeys(FAULTS[number - 1].test for number in chosen):
+            check_without_fault(file, copy)
         for number in chosen:
             fault, began = FAULTS[number - 1], time.monotonic()
             results[fault.what] = found = planted(fault, copy)
