@@ -1241,14 +1241,22 @@ def test_a_job_queued_before_the_user_stopped_the_run_does_not_continue_it(
     assert main.finished(run, SlurmController({"SLURM_JOB_ID": "42"}, run, JOB), None) == code
 
 
-@pytest.mark.parametrize(("nodes", "without"), [(["n1", "n7"], " n7"), (["n7"], ""), ("n[1-", "")])
+@pytest.mark.parametrize(
+    ("cause", "nodes", "without"),
+    [
+        (Cause.PREEMPTED, ["n1", "n7"], " n7"),
+        (Cause.PREEMPTED, ["n7"], ""),
+        (Cause.PREEMPTED, "n[1-", ""),
+        (Cause.TIMED_OUT, ["n1", "n7"], " n7"),  # this job cannot be requeued
+    ],
+)
 def test_an_excluded_node_stays_excluded_in_a_new_job_where_others_work(
-    run: RunDirectory, nodes: list[str] | str, without: str
+    run: RunDirectory, cause: Cause, nodes: list[str] | str, without: str
 ) -> None:
     """Also if the run continues in a new job for another reason. Slurm's choice is kept if the nodes are unknown."""
     left_out = {"attempt": 0, "time": time.time(), "event": "excluded", "nodes": ["n7"], "failures": [2]}
     happened(run, left_out)
-    controller = FakeController(Cause.PREEMPTED)
+    controller = FakeController(cause)
     controller.usable_nodes = lambda: nodes if isinstance(nodes, list) else expand(nodes)  # type: ignore[method-assign]
     supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
     assert controller.asked == [f"resubmit{without}"]

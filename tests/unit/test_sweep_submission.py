@@ -356,14 +356,19 @@ def test_a_changed_definition_is_refused_unless_asked_for(slurm: Slurm) -> None:
 
 
 def test_an_array_that_was_submitted_but_not_recorded_is_found(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command was killed between sbatch's answer and the record of it."""
+    """The command was killed between sbatch's answer and the record of it. A task may have handed its run to another
+    job since, which stays its holder."""
     with monkeypatch.context() as patched:
         patched.setattr(sweep_submission, "_record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             sweep("seed=0..2")
     assert holders(member(1)) == []
+    lease.take(member(2), member(2).create_attempt(), lease.of_job("41_2"))
+    lease.submitted(member(2), "50")
+    slurm.tasks |= {"41_2": "COMPLETED", "50": "PENDING"}
     assert sweep("seed=0..3") == 0
     assert jobs_of(holders(member(1))) == ["41_1"]
+    assert jobs_of(holders(member(2)))[0] == "50"
     assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"], ["seed=3"]]
 
 
