@@ -6,6 +6,8 @@ a test compares it with the messages that the code writes and reads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # --- the control channel: one JSON object per line
 
 #: The prefix of a folder in which a rank writes a script's own save, beside the file that it replaces.
@@ -120,6 +122,12 @@ STOP_SIGNAL = Variable(
 REHEARSAL = Variable("CLUSTERDDP_REHEARSAL", "rehearse to ranks: the file that says what they observe")
 REHEARSAL_WRITABLE = Variable("CLUSTERDDP_REHEARSAL_WRITABLE", "rehearse to ranks: the folders that they may write to")
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
+
+
+def module_of_rank(environment: Mapping[str, str]) -> str:
+    """The module that a rank starts with: the rank's own entry point or, in a rehearsal, the one that observes it."""
+    return "clusterddp.rehearsal.rank" if REHEARSAL in environment else "clusterddp.worker"
+
 
 #: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (

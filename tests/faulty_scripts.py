@@ -1,4 +1,4 @@
-"""Training loops with what makes a resume differ, one each, and loops without: ``--check-resume`` must tell them apart.
+"""Training loops with what makes a resume differ, one each, and loops without: ``rehearse`` must tell them apart.
 
 Each is a function of the context, and makes all its objects itself, as a script does in a fresh process.
 """
@@ -14,6 +14,7 @@ import torch
 
 from clusterddp import orders
 from clusterddp.training.context import Context
+from tests.descent import Descent
 
 SAMPLES, WIDTH, STEPS = 20, 3, 14
 #: The steps of an epoch.
@@ -100,6 +101,31 @@ def with_a_meter(ctx: Context) -> None:
         loss = parts.step(batch)
         meter.total += loss.item()
         ema.update_parameters(parts.model.module)
+        run.log(loss=loss)
+
+
+def evaluated(ctx: Context) -> None:
+    """Four epochs with an evaluation behind each, so that there is a place for every disturbance."""
+    parts = Parts(ctx)
+    run = ctx.run(loader=ctx.loader(Samples(), BATCH), **parts.all())
+    for batch in run.steps(10 * EPOCH):
+        if run.every(epochs=1):
+            parts.model.eval()
+            with torch.no_grad():
+                run.log(held_out_loss=parts.model(batch).square().mean())
+            parts.model.train()
+        run.log(loss=parts.step(batch))
+
+
+def own_optimizer(ctx: Context) -> None:
+    """Not torch's: the steps are those of the loop."""
+    model = ctx.wrap(torch.nn.Linear(WIDTH, 1))
+    optimizer = Descent(model)
+    run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(Samples(), BATCH))
+    for batch in run.steps(STEPS):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
         run.log(loss=loss)
 
 
@@ -251,6 +277,16 @@ def running_mean(ctx: Context) -> None:
     for batch in run.steps(STEPS):
         mean = 0.9 * mean + 0.1 * batch.mean(0)
         run.log(loss=parts.step(batch - mean))
+
+
+def forgotten_logged_value(ctx: Context) -> None:
+    """It has no effect on the training."""
+    parts, best = Parts(ctx), [float("inf")]
+    run = ctx.run(loader=ctx.loader(Samples(), BATCH), **parts.all())
+    for batch in run.steps(STEPS):
+        loss = parts.step(batch).item()
+        best[0] = min(best[0], loss + 0.01 * run.step)
+        run.log(loss=loss, best=best[0])
 
 
 class OwnDropout(torch.nn.Module):

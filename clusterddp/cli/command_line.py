@@ -87,11 +87,11 @@ DESCRIPTIONS = {
     "prune": "Delete old checkpoints and unused snapshots of the code, and with --logs old logs, of runs that are "
     "over. Keep the newest checkpoint and the one with the best metric. Print first what would be deleted and ask, "
     "unless --yes is given.",
-    "rehearse": "Find out whether a script survives preemptions by its own means. Start it several times on this "
-    "machine, as srun would in a requeued job, send it the notice of a preemption where that hurts, and compare the "
-    "result with that of an undisturbed run. Each start has at most --steps steps. The script runs in a copy of its "
-    "repository or folder, and needs no change. The exit code is 0 if nothing was found, 3 if something was, and 4 if "
-    "two undisturbed runs differ.",
+    "rehearse": "Find out whether a script survives preemptions, under clusterddp or by its own means. Start it "
+    "several times on this machine, send it the notice of a preemption where that hurts, and compare the result with "
+    "that of an undisturbed run. Each start has at most --steps steps. The script runs in a copy of its repository or "
+    "folder, and needs no change. The exit code is 0 if the script survives, 3 if the rehearsal found a fault, and 4 "
+    "if two undisturbed runs differ.",
     "drill": "Test with a small job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "

@@ -21,28 +21,40 @@ from clusterddp.rehearsal.confinement import is_available
 from clusterddp.rehearsal.disturbances import Disturbance
 from clusterddp.rehearsal.facts import Place
 from clusterddp.rehearsal.rehearsal import Rehearsal, rehearse
+from clusterddp.rehearsal.supervised import SupervisedConductor
 from clusterddp.rehearsal.trial import Stimulus
 from clusterddp.rehearsal.workspace import workspace_of
 from clusterddp.reporter import counted, put, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.runs.local import without_clusterddp
-from clusterddp.runs.submission import describe
+from clusterddp.runs.submission import check, describe
+from clusterddp.slurm.commands import scrub_job_variables
 
 #: A socket's path has at most 107 bytes (unix(7)).
 _LONGEST_FOLDER = 95
 _SIGNALS = {name: signal.Signals[f"SIG{name}"] for name in ("TERM", "USR1", "USR2", "INT")}
+SLURM, CLUSTERDDP = "slurm", "clusterddp"
 _NAMES = [one.value for one in Disturbance if one is not Disturbance.AT]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``rehearse``. What follows ``--`` goes to the script."""
     parser.add_argument("target", metavar="SCRIPT.py | JOB.yaml", help="what to rehearse")
+    parser.add_argument(
+        "--under", choices=(SLURM, CLUSTERDDP), metavar="NAME",
+        help="what starts the script again: slurm, so that it must resume by its own means, or clusterddp (default: "
+        "clusterddp for a JOB.yaml, or a script that uses clusterddp)",
+    )  # fmt: skip
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", metavar="NAME",
+        help="with --under clusterddp: cpu or cuda, as for submit (default: cpu)",
+    )  # fmt: skip
     parser.add_argument("--only", metavar="NAME,NAME", help=f"try only these disturbances: {', '.join(_NAMES)}")
     parser.add_argument(
-        "--at", metavar="STEP|SECONDSs|REGEX",
+        "--at", metavar="MOMENT",
         help="try only a notice at a moment of your own: after a step (120), after seconds (2.5s), or once a rank "
-        "prints a line that matches",
+        "prints a line that matches a regular expression",
     )  # fmt: skip
     parser.add_argument(
         "--notice", type=float, default=20.0, metavar="SECONDS", help="time from the signal to SIGKILL (default: 20)"
@@ -72,12 +84,18 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     if not output.is_dir():
         raise UsageError(f"--output {output}: there is no such folder")
     values = {} if script_arguments is None else {"args": list(script_arguments)}
-    job = describe(arguments.target, {**values, "gpus_per_node": arguments.gpus, "nodes": 1, "device": "cpu"}, {})
-    if not without_clusterddp(job):
-        raise UsageError(
-            f"{arguments.target} uses clusterddp, and a rehearsal runs a script as srun would, without clusterddp. Use "
-            "`clusterddp submit --local --check-resume N` for it, and --preempt-at to preempt it at any place"
-        )
+    job = describe(
+        arguments.target, {**values, "gpus_per_node": arguments.gpus, "nodes": 1, "device": arguments.device}, {}
+    )
+    under = arguments.under or (SLURM if arguments.target.endswith(".py") and without_clusterddp(job) else CLUSTERDDP)
+    if under == CLUSTERDDP:
+        if arguments.signal != "TERM":
+            raise UsageError(
+                f"--signal {arguments.signal} applies with --under slurm. clusterddp sends the script the signal that "
+                "the key `stop` of its job definition names"
+            )
+        scrub_job_variables()
+        check(job, None, place="--local")
     workspace = workspace_of(_folder(job), checkout_of(job, []))
     folder = Path(tempfile.mkdtemp(prefix="rehearse-"))
     if len(str(folder)) > _LONGEST_FOLDER:
@@ -85,22 +103,28 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         raise UsageError(f"TMPDIR is {folder.parent}, which is too long for the path of a socket. Set a shorter one")
     try:
         command = _command(job, workspace.root)
-        conductor = Conductor(
-            folder,
-            workspace,
-            command,
-            steps=arguments.steps,
-            limit_s=arguments.limit,
-            notice=_SIGNALS[arguments.signal],
+        given = {"steps": arguments.steps, "limit_s": arguments.limit}
+        conductor = (
+            SupervisedConductor(folder, workspace, command, job, **given)
+            if under == CLUSTERDDP
+            else Conductor(folder, workspace, command, notice=_SIGNALS[arguments.signal], **given)
         )
-        show(f"Rehearsing {arguments.target} on {counted(arguments.gpus, 'rank')}, in a copy of {workspace.root}")
+        ranks = counted(arguments.gpus, "rank")
+        show(f"Rehearsing {arguments.target} under {under} on {ranks}, in a copy of {workspace.root}")
         if not is_available():
             show("This kernel cannot refuse writes outside the copy (Landlock, Linux 6.2 or newer)")
         found = rehearse(conductor, wanted, ranks=arguments.gpus, notice_s=arguments.notice, at=at, tell=show)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     subject = Subject(
-        arguments.target, job.args, workspace.root, workspace.commit, arguments.gpus, arguments.notice, is_available()
+        arguments.target,
+        job.args,
+        workspace.root,
+        workspace.commit,
+        arguments.gpus,
+        arguments.notice,
+        is_available(),
+        under,
     )
     _print(subject, found)
     write_atomically(output / "rehearsal.json", json.dumps(as_json(subject, found), indent=1).encode() + b"\n")

@@ -21,7 +21,8 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Subject:
     """What was rehearsed, and how. ``commit``: of the script's repository. ``confined``: whether the kernel refused
-    writes outside the copy of the script's folder."""
+    writes outside the copy of the script's folder. ``mode``: what started the script again, ``slurm`` or
+    ``clusterddp``."""
 
     script: str
     arguments: Sequence[str]
@@ -30,6 +31,7 @@ class Subject:
     ranks: int
     notice_s: float
     confined: bool
+    mode: str
 
 
 def as_json(subject: Subject, rehearsal: Rehearsal) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def as_json(subject: Subject, rehearsal: Rehearsal) -> dict[str, Any]:
         "rehearsal": FORMAT,
         "script": subject.script,
         "arguments": list(subject.arguments),
-        "mode": "plain",
+        "mode": subject.mode,
         "ranks": subject.ranks,
         "notice_s": subject.notice_s,
         "commit": subject.commit,
@@ -130,6 +132,7 @@ def page(subject: Subject, rehearsal: Rehearsal) -> str:
     facts = {
         "Script": " ".join([subject.script, *subject.arguments]),
         "Commit": subject.commit or "none",
+        "Started again by": {"slurm": "Slurm alone"}.get(subject.mode, subject.mode),
         "Ranks": str(subject.ranks),
         "Notice": f"{subject.notice_s:g} s",
         "Steps": str(rehearsal.script.steps),

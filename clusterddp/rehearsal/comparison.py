@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.rehearsal.facts import Loaded, Renamed, SaveBegan, Saved, States, StepMade
+from clusterddp.rehearsal.facts import Loaded, Logged, Renamed, SaveBegan, Saved, States, StepMade
 from clusterddp.rehearsal.trial import Start, Trial
 
 
@@ -147,7 +147,8 @@ def _after(trial: Trial) -> str:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """The first step that differs from the undisturbed run's step of the same number, and in what."""
+    """The first step that differs from the undisturbed run's step of the same number, and in what. ``samples``: or in
+    the batch, where the samples have no indices."""
 
     number: int
     rank: int
@@ -167,7 +168,8 @@ def _of_rank(expected: Sequence[StepMade], steps: Sequence[StepMade], rank: int)
         if made.number is None or made.number >= len(expected):
             return None
         same = expected[made.number]
-        rates, samples, loss = same.rates != made.rates, same.samples != made.samples, same.loss != made.loss
+        samples = (same.samples, same.batch) != (made.samples, made.batch)
+        rates, loss = same.rates != made.rates, same.loss != made.loss
         if rates or samples or loss:
             return StepDifference(made.number, rank, rates, samples, loss)
     return None
@@ -178,12 +180,32 @@ def first_unlike(one: Trial, other: Trial) -> int | None:
     for rank in one.last.facts:
         was, now = one.last.steps(rank), other.last.steps(rank)
         for before, after in zip(was, now, strict=False):
-            key = before.weights, before.after, before.loss, before.samples
-            if key != (after.weights, after.after, after.loss, after.samples):
+            key = before.weights, before.after, before.loss, before.samples, before.batch
+            if key != (after.weights, after.after, after.loss, after.samples, after.batch):
                 return before.local
         if len(was) != len(now):
             return min(len(was), len(now))
     return None
+
+
+def logged(start: Start, rank: int) -> dict[tuple[int, str], str]:
+    """What a rank has logged, by the steps of the whole run before it and by its name."""
+    return {(one.number, name): value for one in start.of(Logged, rank) for name, value in one.values.items()}
+
+
+def first_logged_difference(undisturbed: Trial, again: Trial, start: Start) -> tuple[int, str, str, str] | None:
+    """The number, the name and both values of the first logged value that differs, or None. Values that differ without
+    a disturbance do not count."""
+    found = []
+    for rank in start.facts:
+        was, steady = logged(undisturbed.last, rank), logged(again.last, rank)
+        now = logged(start, rank)
+        found += [
+            (number, name, was[number, name], value)
+            for (number, name), value in now.items()
+            if was.get((number, name), value) != value and was[number, name] == steady.get((number, name))
+        ]
+    return min(found, default=None)
 
 
 def states_at(start: Start, number: int) -> States | None:

@@ -19,26 +19,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from clusterddp.environment import RankEnvironment
 from clusterddp.process import descendants, module_command, process_start
 from clusterddp.protocol import REHEARSAL, REHEARSAL_WRITABLE
 from clusterddp.rehearsal.confinement import is_available
+from clusterddp.rehearsal.disturbances import TOGETHER, Disturbance
 from clusterddp.rehearsal.facts import Orders, Reached, read_facts
 from clusterddp.rehearsal.rank import STACKS
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial
 from clusterddp.rehearsal.workspace import Workspace, files_in
 
 #: Seconds between two looks at the ranks.
-_LOOK_S = 0.02
+LOOK_S = 0.02
 #: Seconds for the other ranks to end after one has failed by itself, and between two notices.
-_PEERS_S, _BETWEEN_S = 5.0, 0.15
+_PEERS_S, BETWEEN_S = 5.0, 0.15
 #: Seconds for the processes that ranks have started, such as loader workers, to end by a notice.
 _CHILDREN_S = 1.0
 #: How much of a rank's standard error is kept.
-_OUTPUT_BYTES = 20_000
+OUTPUT_BYTES = 20_000
 #: The most starts after the last disturbance.
-_MORE_STARTS = 2
+MORE_STARTS = 2
 #: What the script finds under these names only notes that it was called.
 _NOTED = ("scontrol", "sbatch", "scancel")
 _NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >> "{calls}"\n'
@@ -56,6 +58,10 @@ class Baseline:
 class Conductor:
     """Carries out runs of one script in new folders below ``folder``. ``notice``: the signal of a notice."""
 
+    #: Which disturbances are tried in one run first, and whether that run gives them in an order of its own.
+    together: ClassVar[Sequence[Disturbance]] = TOGETHER
+    is_supervised: ClassVar[bool] = False
+
     def __init__(
         self,
         folder: Path,
@@ -66,7 +72,7 @@ class Conductor:
         limit_s: float,
         notice: signal.Signals = signal.SIGTERM,
     ) -> None:
-        self.folder, self._workspace, self._command = folder, workspace, list(command)
+        self.folder, self.workspace, self._command = folder, workspace, list(command)
         self._steps, self.limit_s = steps, limit_s
         self._runs, self.notice = 0, notice
         self.starts = 0
@@ -89,24 +95,13 @@ class Conductor:
         """One run in a fresh working folder. ``later_ranks``: of all starts after the first one."""
         self._runs += 1
         work = self.folder / f"run-{self._runs}"
-        here = self._workspace.create(work, link=is_available())
+        here = self.workspace.create(work, link=is_available())
         starts: list[Start] = []
         known = dict(baseline.known) if baseline else {}
         while True:
             stimulus = stimuli[len(starts)] if len(starts) < len(stimuli) else Stimulus()
             count = later_ranks if later_ranks and starts else ranks
-            orders = Orders(
-                facts=str(self.folder / f"facts-{self._runs}-{len(starts)}-{{rank}}"),
-                socket=str(self.folder / "socket"),
-                steps=self._steps,
-                last=baseline.last if baseline else "",
-                cut=baseline.cut if baseline else False,
-                place=None if stimulus.full_disk else stimulus.place,
-                after=stimulus.after,
-                full_disk=stimulus.full_disk,
-                toggle_workers=toggle_workers,
-                known=known,
-            )
+            orders = self.orders(stimulus, baseline, known, toggle_workers, f"{self._runs}-{len(starts)}")
             start = _Attempt(self, here, orders, stimulus, count, len(starts)).carry_out(work)
             starts.append(start)
             self.starts += 1
@@ -116,12 +111,30 @@ class Conductor:
         shutil.rmtree(work, ignore_errors=True)
         return Trial(starts, tuple(stimuli), ranks, self.notice)
 
+    def orders(
+        self, stimulus: Stimulus, baseline: Baseline | None, known: Mapping[str, int], toggle_workers: bool, name: str
+    ) -> Orders:
+        """What the ranks of a start do. ``name``: of the start, or of the run if it has ``{attempt}``."""
+        return Orders(
+            facts=str(self.folder / f"facts-{name}-{{rank}}"),
+            socket=str(self.folder / "socket"),
+            steps=self._steps,
+            last=baseline.last if baseline else "",
+            cut=baseline.cut if baseline else False,
+            place=None if stimulus.full_disk else stimulus.place,
+            after=stimulus.after,
+            full_disk=stimulus.full_disk,
+            toggle_workers=toggle_workers,
+            supervised=self.is_supervised,
+            known=known,
+        )
+
     def _is_over(self, start: Start, stimulus: Stimulus, more: int) -> bool:
         """Whether the job is not started again."""
         if start.timed_out or start.is_cut or (start.is_done and not start.requeued):
             return True
         interrupted = start.disturbed or start.requeued or stimulus.full_disk
-        return more > _MORE_STARTS or not interrupted
+        return more > MORE_STARTS or not interrupted
 
     def command(self, work: Path) -> list[str]:
         """The command of a rank, with the script of the working folder."""
@@ -135,11 +148,8 @@ class Conductor:
 
     def environment(self, ranks: RankEnvironment, orders: Path, start: int) -> dict[str, str]:
         """The environment of one rank, as srun and a wrapper that sets torchrun's variables would make it."""
-        temporary = self.folder / "tmp"
-        temporary.mkdir(exist_ok=True)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "CLUSTERDDP"))}
         restarts = {"SLURM_RESTART_COUNT": str(start)} if start else {}
-        writable = (self.folder, "/dev", "/proc", Path.home() / ".cache")
         return {
             **kept,
             **ranks.exports(),
@@ -150,9 +160,21 @@ class Conductor:
             "SLURM_PROCID": str(ranks.rank), "SLURM_LOCALID": str(ranks.local_rank),
             "SLURM_NTASKS": str(ranks.world_size), "SLURM_NTASKS_PER_NODE": str(ranks.world_size),
             "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1",
-            "TMPDIR": str(temporary), "WANDB_MODE": "offline", "PYTHONDONTWRITEBYTECODE": "1",
-            REHEARSAL: str(orders), REHEARSAL_WRITABLE: ":".join(map(str, writable)),
+            **self.confined(orders),
         }  # fmt: skip
+
+    def confined(self, orders: Path) -> dict[str, str]:
+        """The variables of an observed rank that keep what it does inside the folder of the rehearsal."""
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        writable = (self.folder, "/dev", "/proc", Path.home() / ".cache")
+        return {
+            "TMPDIR": str(temporary),
+            "WANDB_MODE": "offline",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            REHEARSAL: str(orders),
+            REHEARSAL_WRITABLE: ":".join(map(str, writable)),
+        }
 
 
 class _Attempt:
@@ -229,7 +251,7 @@ class _Attempt:
         return self._conductor.folder / f"rank-{rank}.{kind}"
 
     def _output(self, rank: int) -> str:
-        return self._log(rank).read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
+        return self._log(rank).read_bytes()[-OUTPUT_BYTES:].decode(errors="replace")
 
     def _serve(self, server: socket.socket) -> None:
         """Disturbs the ranks when rank 0 is at its place, and then lets it continue."""
@@ -248,7 +270,7 @@ class _Attempt:
             return
         for count in range(self._stimulus.notices):
             if count:
-                time.sleep(_BETWEEN_S)
+                time.sleep(BETWEEN_S)
             children = [pid for process in self._processes for pid in descendants(process.pid)]
             for process in self._processes:
                 _signal_all(process, self._conductor.notice)
@@ -256,7 +278,7 @@ class _Attempt:
             # usual length.
             deadline = time.monotonic() + _CHILDREN_S
             while any(map(_is_running, children)) and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
 
     def _wait(self, began: float) -> bool:
         """Waits until all ranks have ended, or kills them when their time is up. Returns whether they did not end."""
@@ -280,7 +302,7 @@ class _Attempt:
             if now > began + self._conductor.limit_s:
                 self._killed = self._kill()
                 return True
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         return False
 
     def _look_for_moment(self, elapsed_s: float) -> None:
@@ -309,7 +331,7 @@ class _Attempt:
                 os.kill(self._processes[rank].pid, STACKS)
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and any(self._log(r).stat().st_size == sizes[r] for r in alive):
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         for rank in alive:
             self._stacks[rank] = self._log(rank).read_bytes()[sizes[rank] :].decode(errors="replace")
             _signal_all(self._processes[rank], signal.SIGKILL)

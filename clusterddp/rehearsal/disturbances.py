@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clusterddp.rehearsal.comparison import epoch_starts
 from clusterddp.rehearsal.facts import Evaluated, Place, SaveBegan
@@ -163,6 +163,44 @@ class Script:
         free = [n for n in range(middle, self.steps - 2) if not saves & {n - 1, n, n + 1}]
         free = free or [n for n in range(middle, self.steps) if n not in saves]
         return min(free, default=min(middle, max(1, self.steps - 1)))
+
+    def in_order(self, disturbances: Sequence[Disturbance], notice_s: float) -> dict[Disturbance, Stimulus]:
+        """The stimuli of one run with these, one a start, in the order in which the run comes to their places.
+
+        Each next one is that whose last chance comes first, and those that may be in any step come between them. Those
+        without a chance are left out. A full disk does not end a start, and comes last.
+        """
+        saves = self._last_save()
+        chances = {
+            Disturbance.START: [0],
+            Disturbance.FIRST_STEPS: [1],
+            Disturbance.EVALUATION: [number for number in self.evaluations if number < self.steps],
+            Disturbance.SAVE: saves,
+            Disturbance.KILL: saves,
+            Disturbance.AFTER_SAVE: [number + 1 for number in saves],
+            Disturbance.EPOCH_END: self.epochs,
+        }
+        placed = [one for one in disturbances if one in chances]
+        anywhere = [one for one in disturbances if one not in chances and one is not Disturbance.FULL_DISK]
+        found: dict[Disturbance, Stimulus] = {}
+        done = -1
+
+        def add(one: Disturbance, after: int) -> None:
+            nonlocal done
+            found[one] = replace(self.stimulus(one, notice_s), after=after)
+            done = after if one is Disturbance.START else after + 1
+
+        while possible := {one: later for one in placed if (later := [n for n in chances[one] if n > done])}:
+            one = min(possible, key=lambda one: possible[one][-1])
+            placed.remove(one)
+            while anywhere and done > 0 and done + 2 < possible[one][0]:
+                add(anywhere.pop(0), done + 1)
+            add(one, next(n for n in possible[one] if n > done))
+        while anywhere and done + 2 < self.steps:
+            add(anywhere.pop(0), done + 1)
+        if Disturbance.FULL_DISK in disturbances and any(number > done for number in saves):
+            found[Disturbance.FULL_DISK] = replace(self.stimulus(Disturbance.FULL_DISK, notice_s), after=done + 1)
+        return found
 
     def together(self, disturbances: Sequence[Disturbance], notice_s: float) -> list[Stimulus]:
         """The stimuli of one run with all of these, one a start. Their places are spread over its steps."""

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from clusterddp import codec
 
+#: What a rank says to the rehearsal, behind the number of its attempt.
+AT_PLACE, CUT_OFF = "at-place", "cut-off"
+
 
 class Place(enum.Enum):
     """Where in a script a rank lets itself be disturbed."""
@@ -39,9 +42,11 @@ class Place(enum.Enum):
 class Orders:
     """What the ranks of one start do beside their work.
 
+    ``facts``: the file that a rank writes to, with its ``{rank}`` and its ``{attempt}``.
     ``socket``: where rank 0 says that it is at the ``place``, not before ``after`` steps of the whole run are done.
     ``steps``: the most steps of a start. ``last``: the weights before the last step of the undisturbed run, after which
-    the start ends with ``cut``, as that run was cut off there.
+    the start ends with ``cut``, as that run was cut off there. ``supervised``: clusterddp would start a rank again that
+    ends there, so each says that it is cut off, and waits for its end.
     ``known``: how many steps precede the step that begins with these weights. ``full_disk``: the first save at that
     place fails. ``toggle_workers``: loaders get two workers in place of none, and none in place of some.
     """
@@ -55,6 +60,7 @@ class Orders:
     after: int = 0
     full_disk: bool = False
     toggle_workers: bool = False
+    supervised: bool = False
     known: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -65,6 +71,17 @@ class Orders:
     def from_json(cls, text: str) -> Orders:
         """Raises Misfit for a text that ``to_json`` did not write."""
         return codec.read(cls, json.loads(text))
+
+    @classmethod
+    def of_attempt(cls, file: Path, attempt: int) -> Orders:
+        """Those of an attempt: in a file of its own beside ``file``, or else in ``file``."""
+        own = file_of_attempt(file, attempt)
+        return cls.from_json((own if own.exists() else file).read_text())
+
+
+def file_of_attempt(file: Path, attempt: int) -> Path:
+    """Where the orders of this attempt alone are, beside those of all others."""
+    return file.with_stem(f"{file.stem}-{attempt}")
 
 
 @dataclass(frozen=True)
@@ -96,7 +113,8 @@ class StepMade:
 
     ``number``: of the steps of the whole run that precede it. None if the weights are those of no earlier step.
     ``weights``: before the step. ``after``: after it. ``loss``: of the last ``backward()``. ``samples``: the indices
-    that this rank asked its loaders for, and trained on. ``epoch_begins``: a loader was begun since then.
+    that this rank asked its loaders for, and trained on. ``batch``: a digest of the batches without indices, and of
+    those of ``run.steps()``. ``epoch_begins``: a loader was begun since then.
     """
 
     number: int | None
@@ -108,6 +126,7 @@ class StepMade:
     rates: tuple[str, ...] = ()
     samples: tuple[int, ...] = ()
     epoch_begins: bool = False
+    batch: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,12 +134,22 @@ class States:
     """The script's own objects and values on rank 0 before step ``local``, by their names in the script.
 
     ``objects``: digests of what has a state, by the object's name and the name in it. ``kinds``: what each object is.
+    ``given``: the names of those that ``ctx.run()`` got. None without such a call.
     """
 
     local: int
     objects: Mapping[str, str]
     variables: Mapping[str, str]
     kinds: Mapping[str, str]
+    given: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What the script gave to ``run.log()``, as digests, after so many steps of the whole run."""
+
+    number: int
+    values: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -186,7 +215,9 @@ class Cut:
     local: int
 
 
-Fact = Began | HandlerSet | StepMade | States | Evaluated | SaveBegan | Saved | Renamed | Loaded | Reached | Cut
+Fact = (
+    Began | HandlerSet | StepMade | States | Logged | Evaluated | SaveBegan | Saved | Renamed | Loaded | Reached | Cut
+)
 _KINDS = codec.by_name(Fact)
 
 

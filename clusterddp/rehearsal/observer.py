@@ -23,7 +23,10 @@ from typing import Any
 
 from clusterddp.failures.stack_traces import is_library, outward
 from clusterddp.import_hooks import when_imported
+from clusterddp.protocol import SAVING
 from clusterddp.rehearsal.facts import (
+    AT_PLACE,
+    CUT_OFF,
     Began,
     Cut,
     Evaluated,
@@ -48,9 +51,9 @@ _FULL_BYTES = 512
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT)
 
 
-def begin(orders: Orders, rank: int) -> None:
+def begin(orders: Orders, rank: int, attempt: int) -> Observer:
     """Observes this process from now on."""
-    observer = _Observer(orders, rank)
+    observer = Observer(orders, rank, attempt)
     os.register_at_fork(after_in_child=observer.stop)
     observer.report(Began(os.getpid(), time.time()))
     observer.watch_handlers()
@@ -58,14 +61,16 @@ def begin(orders: Orders, rank: int) -> None:
     observer.watch_pickle()
     when_imported("safetensors.torch", observer.watch_safetensors)
     when_imported("torch", observer.watch_torch)
+    return observer
 
 
-class _Observer:
+class Observer:
     """The observer of this process."""
 
-    def __init__(self, orders: Orders, rank: int) -> None:
-        self.orders, self.rank = orders, rank
-        self._file = os.open(orders.facts.format(rank=rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    def __init__(self, orders: Orders, rank: int, attempt: int) -> None:
+        self.orders, self.rank, self._attempt = orders, rank, attempt
+        facts = orders.facts.format(rank=rank, attempt=attempt)
+        self._file = os.open(facts, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._began = time.monotonic()
         self._active, self._pending = True, orders.place
         #: Steps of this start, and of the whole run, which is None if unknown.
@@ -78,6 +83,14 @@ class _Observer:
         self._fetched: list[int] = []
         self._samples: list[int] = []
         self._epoch_begins = False
+        #: The digest of the batch that was fetched last and has no indices, and of those of this step.
+        self._unnumbered = ""
+        self._batches: list[str] = []
+        #: The parts that ``ctx.run()`` got, by their ids, and its loader.
+        self.given: set[int] | None = None
+        self.loader: Any = None
+        #: The modules of a run without an optimizer of torch's. A step of its loop is then a step.
+        self.loop_modules: list[Any] = []
         self._saves = self._saving = 0
         self._was_full = False
         self._saved_at: int | None = None
@@ -92,23 +105,40 @@ class _Observer:
         if self._active:
             os.write(self._file, to_line(fact))
 
+    @property
+    def number(self) -> int | None:
+        """How many steps of the whole run are done, if that is known."""
+        return self._number
+
     # --- places
 
     def _is_early(self) -> bool:
         """Whether the orders ask for more steps first."""
         return (self._local if self._number is None else self._number) < self.orders.after
 
-    def _at(self, place: Place, where: str = "") -> None:
+    def at(self, place: Place, where: str = "") -> None:
         """Lets this rank be disturbed if this is its place."""
         if not self._active or self.rank != 0 or self._pending is not place or self._is_early():
             return
         self._pending = None
         self.report(Reached(place, self._local, self._number, where))
+        self._tell_and_wait(AT_PLACE)  # the signal comes here, and its handler runs here
+
+    def _tell_and_wait(self, what: str) -> None:
+        """Says that this rank is at its place, or at the end of its start, and waits for the answer."""
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(_WAIT_S)
             with suppress(OSError):
                 link.connect(self.orders.socket)
-                link.recv(1)  # the signal comes here, and its handler runs here
+                link.sendall(f"{self._attempt} {what}\n".encode())
+                link.recv(1)
+
+    def _cut(self) -> None:
+        """Ends this start."""
+        self.report(Cut(self._local))
+        if self.orders.supervised:
+            self._tell_and_wait(CUT_OFF)
+        os._exit(0)
 
     # --- signals and files
 
@@ -143,6 +173,8 @@ class _Observer:
                 return
             with suppress(TypeError, ValueError):
                 source, target = (os.fsdecode(one) for one in arguments[:2])
+                if SAVING in source:  # a save that clusterddp protects, which is seen under the name of its target
+                    return
                 folder = Path(target).parent if event == "os.symlink" else Path()
                 self.report(Renamed(str((folder / source).absolute()), str(Path(target).absolute())))
 
@@ -156,7 +188,7 @@ class _Observer:
         def observed_dump(value: Any, file: Any, *args: Any, **options: Any) -> None:
             with self._save(file):
                 dump(value, file, *args, **options)
-                self._at(Place.SAVE, _name(file) or "")
+                self.at(Place.SAVE, _name(file) or "")
 
         @functools.wraps(load)
         def observed_load(file: Any, *args: Any, **options: Any) -> Any:
@@ -171,7 +203,7 @@ class _Observer:
         @functools.wraps(save)
         def save_file(tensors: Any, filename: Any, *args: Any, **options: Any) -> None:
             with self._save(filename):
-                self._at(Place.SAVE, _name(filename) or "")
+                self.at(Place.SAVE, _name(filename) or "")
                 save(tensors, filename, *args, **options)
 
         @functools.wraps(load)
@@ -187,7 +219,7 @@ class _Observer:
             yield
             return
         self._saving += 1
-        self.report(SaveBegan(file, self._local, self._number, *_line_of_script()))
+        self.save_began(file)
         began, error = time.monotonic(), ""
         try:
             with self._disk():
@@ -197,24 +229,37 @@ class _Observer:
             raise
         finally:
             self._saving -= 1
-            self._saves += not error
-            self._saved_at = self._local if self._saved_at is None else self._saved_at
-            self.report(Saved(file, time.monotonic() - began, error))
+            self.saved(file, time.monotonic() - began, error)
+
+    def save_began(self, file: str) -> None:
+        """A save to this file begins."""
+        self.report(SaveBegan(file, self._local, self._number, *_line_of_script()))
+
+    def saved(self, file: str, seconds: float, error: str) -> None:
+        """That save has ended."""
+        self._saves += not error
+        self._saved_at = self._local if self._saved_at is None else self._saved_at
+        self.report(Saved(file, seconds, error))
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
-        """A full disk, if the orders say so. The kernel then refuses to let a file grow, as if there was no space."""
-        if not self.orders.full_disk or self._was_full or self._is_early():
+        """A full disk, if the orders say so."""
+        if not self.disk_fills():
             yield
             return
-        self._was_full = True
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self.report(Reached(Place.SAVE, self._local, self._number, "full disk"))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
+        limits = fill_disk(os.getpid())
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def disk_fills(self) -> bool:
+        """Whether the disk is full at this save."""
+        if not self.orders.full_disk or self._was_full or self._is_early() or not self._active:
+            return False
+        self._was_full = True
+        self.report(Reached(Place.SAVE, self._local, self._number, "full disk"))
+        return True
 
     def _load(self, load: Callable[[], Any], source: Any) -> Any:
         file = _name(source)
@@ -223,11 +268,14 @@ class _Observer:
         try:
             found = load()
         except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"[:300]
-            self.report(Loaded(file, self._local, error, *_line_of_script()))
+            self.loaded(file, f"{type(raised).__name__}: {raised}"[:300])
             raise
-        self.report(Loaded(file, self._local, "", *_line_of_script()))
+        self.loaded(file)
         return found
+
+    def loaded(self, file: str, error: str = "") -> None:
+        """This file was loaded."""
+        self.report(Loaded(file, self._local, error, *_line_of_script()))
 
     # --- torch
 
@@ -243,18 +291,19 @@ class _Observer:
         def observed_backward(tensor: Any, *args: Any, **options: Any) -> Any:
             if self._active:
                 self._samples += self._fetched
-                self._fetched = []
+                self._batches += [self._unnumbered] if self._unnumbered else []
+                self._fetched, self._unnumbered = [], ""
             if self._active and tensor.numel() == 1:
                 self._loss = repr(tensor.detach().item())
-            if self._optimizer is not None:
-                self._at(Place.STEP)  # before the gradients are averaged, for which all ranks must be there
+            if self._optimizer is not None or self.loop_modules:
+                self.at(Place.STEP)  # before the gradients are averaged, for which all ranks must be there
             return backward(tensor, *args, **options)
 
         torch.Tensor.backward = observed_backward
         module = sys.modules["torch.optim.optimizer"]
         module.register_optimizer_step_pre_hook(self._before_step)
         module.register_optimizer_step_post_hook(self._after_step)
-        self._at(Place.START, "import torch")
+        self.at(Place.START, "import torch")
 
     def _watch_files(self) -> None:
         torch, serialization = self._torch, self._torch.serialization
@@ -281,7 +330,7 @@ class _Observer:
         @functools.wraps(end)
         def observed(writer: Any, *args: Any) -> Any:
             if self._saving:
-                self._at(Place.SAVE, str(getattr(writer, "name", "") or ""))
+                self.at(Place.SAVE, str(getattr(writer, "name", "") or ""))
             return end(writer, *args)
 
         return observed
@@ -321,12 +370,13 @@ class _Observer:
                 found = following(this)
             except StopIteration:
                 if self._torch.is_grad_enabled() and self._local:
-                    self._at(Place.EPOCH_END)
+                    self.at(Place.EPOCH_END)
                 raise
             asked = this.__dict__.get("_asked")
             if asked and self._torch.is_grad_enabled():
                 indices = asked.popleft()
                 self._fetched = [one for one in indices if type(one) is int] if type(indices) is list else []
+                self._unnumbered = "" if self._fetched else self.digest(found)
             elif asked:
                 asked.popleft()
             return found
@@ -372,49 +422,67 @@ class _Observer:
 
     def _in_evaluation(self) -> None:
         if self._local and self._evaluating:
-            self._at(Place.EVALUATION)
+            self.at(Place.EVALUATION)
 
     # --- steps
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if not self._active or self._torch.compiler.is_compiling():
+        if not self._active or self._torch.compiler.is_compiling() or self.loop_modules:
             return
         if self._optimizer is None:
             self._optimizer = optimizer
-        if optimizer is not self._optimizer:
-            return
+        if optimizer is self._optimizer:
+            self.begin_step(tuple(repr(float(group["lr"])) for group in optimizer.param_groups))
+
+    def begin_step(self, rates: tuple[str, ...] = ()) -> None:
+        """A step begins to change the weights."""
         self._evaluating = False
         weights = self._weights()
         if self._local == 0:
             self._number = self.orders.known.get(weights) if self.orders.known else 0
-        self._at(Place.STEP)  # of a script whose backward() was not seen
-        rates = tuple(repr(float(group["lr"])) for group in optimizer.param_groups)
+        self.at(Place.STEP)  # of a script whose backward() was not seen
         elapsed = time.monotonic() - self._began
-        made = self._loss, rates, tuple(self._samples), self._epoch_begins
+        made = self._loss, rates, tuple(self._samples), self._epoch_begins, " ".join(self._batches)
         self._before = StepMade(self._number, self._local, elapsed, weights, "", *made)
-        self._samples, self._epoch_begins = [], False
+        self._samples, self._batches, self._epoch_begins = [], [], False
         if self.rank == 0:
             self._report_states()
 
+    def _parameters(self) -> list[Any]:
+        if self.loop_modules:
+            return [one for module in self.loop_modules for one in module.parameters()]
+        return [one for group in self._optimizer.param_groups for one in group["params"]]
+
     def _weights(self) -> str:
+        return self.digest([one.detach() for one in self._parameters()])
+
+    def digest(self, value: Any) -> str:
+        """Equal for equal contents."""
         from clusterddp.training.script_objects import of_value
 
-        return of_value([one.detach() for group in self._optimizer.param_groups for one in group["params"]])
+        return of_value(value)
+
+    def took(self, batch: Any) -> None:
+        """The script has this batch for its next step."""
+        self._batches.append(self.digest(batch))
 
     def _report_states(self) -> None:
         from clusterddp.training.script_objects import Surroundings
 
-        search = Surroundings({}, None).search()
+        search = Surroundings({}, self.loader).search()
         objects = {f"{name}.{key}": value for name, state in search.others.items() for key, value in state.items()}
         kinds = {name: self._kind(value) for name, value in search.objects.items()}
-        self.report(States(self._local, objects, search.variables, kinds))
+        given = None
+        if self.given is not None:
+            given = tuple(name for name, value in search.objects.items() if id(value) in self.given)
+        self.report(States(self._local, objects, search.variables, kinds, given))
 
     def _kind(self, value: Any) -> str:
         torch = self._torch
         if isinstance(value, torch.optim.Optimizer):
             return "optimizer"
         if isinstance(value, torch.nn.Module):
-            own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+            own = set(map(id, self._parameters()))
             averaged = type(value).__name__ in ("AveragedModel", "EMA", "ModelEmaV2")
             return "average" if averaged else "model" if any(id(one) in own for one in value.parameters()) else "module"
         if hasattr(value, "get_last_lr") or "Scheduler" in type(value).__name__:
@@ -426,23 +494,34 @@ class _Observer:
         return type(value).__name__
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        made = self._before
-        if made is None or optimizer is not self._optimizer:
+        if self._before is not None and optimizer is self._optimizer:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """The step is done."""
+        made, self._before = self._before, None
+        if made is None:
             return
-        self._before = None
         self._local += 1
         self._number = None if self._number is None else self._number + 1
         self.report(StepMade(**{**vars(made), "after": self._weights()}))
         is_last = bool(self.orders.last) and made.weights == self.orders.last
         if self._saves == 0:
-            self._at(Place.FIRST_STEPS)
+            self.at(Place.FIRST_STEPS)
         elif self._saved_at is not None and self._local > self._saved_at:
-            self._at(Place.AFTER_SAVE)
+            self.at(Place.AFTER_SAVE)
         if is_last:
-            self._at(Place.LAST_STEP)
+            self.at(Place.LAST_STEP)
         if self._local >= self.orders.steps or (is_last and self.orders.cut):
-            self.report(Cut(self._local))
-            os._exit(0)
+            self._cut()
+
+
+def fill_disk(pid: int) -> tuple[int, int]:
+    """From now on the kernel refuses to let a file of this process grow, as if there was no space. Returns the limits
+    before."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
+    return soft, hard
 
 
 def _line_of_script() -> tuple[str, int]:
@@ -458,4 +537,7 @@ def _name(target: Any) -> str | None:
     name = target if isinstance(target, (str, os.PathLike)) else getattr(target, "name", None)
     if not isinstance(name, (str, os.PathLike)):
         return None
-    return os.path.realpath(os.fsdecode(os.fspath(name)))
+    file = Path(os.path.realpath(os.fsdecode(os.fspath(name))))
+    if file.parent.name.startswith(SAVING):  # clusterddp protects this save
+        return str(file.parent.parent / file.name)
+    return str(file)

@@ -1,4 +1,7 @@
-"""A rank of a rehearsal under plain Slurm: it runs ``SCRIPT [ARG...]`` or ``-m MODULE [ARG...]``, and is observed."""
+"""A rank of a rehearsal: it runs ``SCRIPT [ARG...]`` or ``-m MODULE [ARG...]``, and is observed.
+
+Under clusterddp this takes the place of the rank's own entry point, and leads to it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,19 @@ STACKS = signal.SIGRTMAX - 3
 
 
 def main() -> None:
-    """Runs the script in this process, as ``python SCRIPT`` would."""
+    """Runs the script in this process, as ``python SCRIPT`` or as clusterddp would."""
     die_with_parent()
     collect_rarely()
     when_imported("torch", lambda _: collect_as_usual())
+    attempt = os.environ.get(protocol.ATTEMPT)
     confine([Path(path) for path in os.environ[protocol.REHEARSAL_WRITABLE].split(":")])
     faulthandler.register(STACKS, all_threads=True, chain=False)
-    observer.begin(Orders.from_json(Path(os.environ[protocol.REHEARSAL]).read_text()), int(os.environ["RANK"]))
+    number = int(attempt or 0)
+    orders = Orders.of_attempt(Path(os.environ[protocol.REHEARSAL]), number)
+    observed = observer.begin(orders, int(os.environ["RANK"]), number)
+    if attempt is not None:
+        _run_under_clusterddp(observed, number)
+        return
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]
@@ -36,6 +45,14 @@ def main() -> None:
         return
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _run_under_clusterddp(observed: observer.Observer, attempt: int) -> None:
+    from clusterddp.rehearsal import run_observer
+    from clusterddp.worker import rank
+
+    run_observer.watch(observed, attempt)
+    rank.main()
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.rehearsal import comparison
+from clusterddp.rehearsal.causes import Cause, Finding, Rank
 from clusterddp.rehearsal.comparison import Result
 from clusterddp.rehearsal.conductor import Baseline, Conductor
-from clusterddp.rehearsal.disturbances import TOGETHER, Disturbance, Script
-from clusterddp.rehearsal.findings import Cause, Finding, Rank, Undisturbed, diagnose
-from clusterddp.rehearsal.trial import Start, Stimulus, Trial
+from clusterddp.rehearsal.disturbances import Disturbance, Script
+from clusterddp.rehearsal.findings import diagnose
+from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from clusterddp.reporter import counted
 
 #: A disturbed start may take this many times as long as the undisturbed run, and some seconds.
@@ -145,17 +146,21 @@ class _Runs:
                 done[one] = Tried(one, reason)
             elif one is Disturbance.RANKS and self.ranks == 1:
                 done[one] = Tried(one, "there is one rank")
-        together = [one for one in TOGETHER if one in wanted and one not in done]
-        if len(together) > 1:
-            done |= self._together(together)
+        together = [one for one in self.conductor.together if one in wanted and one not in done]
+        if self.conductor.is_supervised:
+            stimuli = self.script.in_order(together, self.notice_s)
+        else:
+            stimuli = dict(zip(together, self.script.together(together, self.notice_s), strict=True))
+        if len(stimuli) > 1:
+            done |= self._together(stimuli)
         for one in wanted:
             if one not in done:
                 done[one] = self._alone(one)
         return [done[one] for one in wanted]
 
-    def _together(self, disturbances: list[Disturbance]) -> dict[Disturbance, Tried]:
+    def _together(self, planned: Mapping[Disturbance, Stimulus]) -> dict[Disturbance, Tried]:
         """Those that passed in one run with all of them. None if its result is wrong."""
-        stimuli = self.script.together(disturbances, self.notice_s)
+        disturbances, stimuli = list(planned), list(planned.values())
         trial = self._run(stimuli)
         findings = diagnose(self.undisturbed, trial)
         reached = [start.disturbed for start in trial.starts[: len(stimuli)]]

@@ -68,7 +68,8 @@ class Start:
     ``exit_s``: from the notice to the end of the last rank. ``killed``: the ranks that were still alive at the end of
     the notice, with their ``stacks``. ``output``: the end of each rank's standard error. ``requeued``: the script
     itself has called scontrol or sbatch. ``files``: sizes in the working folder afterwards, by path. ``timed_out``: it
-    did not end. ``leftover``: whether processes outlived their rank.
+    did not end. ``leftover``: whether processes outlived their rank. ``completed``: whether the run is completed, as
+    clusterddp says. None: the exit codes say so. ``inexact``: why clusterddp says that its resume is not exact.
     """
 
     facts: Mapping[int, Sequence[Fact]]
@@ -83,6 +84,8 @@ class Start:
     files: Mapping[str, int] = field(default_factory=dict)
     timed_out: bool = False
     leftover: bool = False
+    completed: bool | None = None
+    inexact: Sequence[str] = ()
 
     def of(self, kind: type[_F], rank: int = 0) -> list[_F]:
         """The facts of a kind of one rank."""
@@ -103,7 +106,9 @@ class Start:
 
     @property
     def is_done(self) -> bool:
-        """Whether all ranks have ended by themselves, with success."""
+        """Whether all ranks have ended by themselves, with success, and the job counts as completed."""
+        if self.completed is not None:
+            return self.completed
         return all(code == 0 for code in self.codes.values()) and not self.killed and not self.timed_out
 
     @property
@@ -158,3 +163,16 @@ class Trial:
     def weights(self) -> Mapping[str, int]:
         """How many steps precede the step that begins with these weights."""
         return {made.weights: made.number for start in self.starts for made in start.steps() if made.number is not None}
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """The two undisturbed runs."""
+
+    one: Trial
+    other: Trial
+
+    @property
+    def start(self) -> Start:
+        """The only start of the first one."""
+        return self.one.last

@@ -127,7 +127,8 @@ def without_clusterddp(job: Job) -> bool:
 class LocalRun:
     """The loop of one local run. ``preemptions`` are carried out in order, at most one per attempt.
 
-    ``environment``: more variables for the supervisor and the ranks.
+    ``environment``: more variables for the supervisor and the ranks. ``folder``: where they start, in place of the
+    current one.
     """
 
     run: RunDirectory
@@ -136,6 +137,7 @@ class LocalRun:
     debug_rank: int | None = None
     interrupts: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
     #: The preemptions that did not happen.
     missed: list[Moment] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
@@ -171,7 +173,7 @@ class LocalRun:
         stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
         stderr = None if debugging else subprocess.PIPE
         self._process = process = subprocess.Popen(
-            command, start_new_session=not debugging, stdout=stdout, stderr=stderr, env=environment
+            command, start_new_session=not debugging, stdout=stdout, stderr=stderr, env=environment, cwd=self.folder
         )
         progress.follow(process.stderr)
         try:

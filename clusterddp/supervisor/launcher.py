@@ -25,7 +25,7 @@ from clusterddp.jobdef.job import PYXIS, Job
 from clusterddp.jobdef.program import expand_variables
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
-from clusterddp.protocol import ATTEMPT, INTERFACE, RUN_DIR, SUPERVISOR
+from clusterddp.protocol import ATTEMPT, INTERFACE, RUN_DIR, SUPERVISOR, module_of_rank
 from clusterddp.rundir.files import create_file, read_bytes
 from clusterddp.supervisor.addresses import reached_at
 from clusterddp.supervisor.batch_host_guard import guard_command, guard_environment
@@ -427,4 +427,4 @@ def rank_command(job: Job, resumes: bool, package: Path) -> list[str]:
     """
     job = without_secrets(job)[0]  # command lines are visible to everyone on the node; the rank restores them
     target = ["-m", job.module] if job.module else [str(job.script)]
-    return [*module_of_ranks("clusterddp.worker", job, package), *target, *job.arguments(resumes)]
+    return [*module_of_ranks(module_of_rank(os.environ), job, package), *target, *job.arguments(resumes)]

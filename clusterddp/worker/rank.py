@@ -295,7 +295,7 @@ def through_entry(words: list[str], command: list[str], main_file: str | None) -
         same = command[0] == "-m" and words[place + 1 : place + 2] == command[1:2]
     else:
         same = os.path.realpath(words[place]) in {os.path.realpath(file) for file in (command[0], main_file) if file}
-    return [*words[:place], *module_command("clusterddp.worker")[1:], *words[place:]] if same else words
+    return [*words[:place], *module_command(protocol.module_of_rank(os.environ))[1:], *words[place:]] if same else words
 
 
 def _program(words: list[str]) -> int | None:

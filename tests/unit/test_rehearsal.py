@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
+from clusterddp.rehearsal.causes import Cause, Rank
 from clusterddp.rehearsal.comparison import Result, first_unlike, result_of, resumes
 from clusterddp.rehearsal.disturbances import Disturbance, Script
 from clusterddp.rehearsal.facts import (
@@ -19,6 +21,7 @@ from clusterddp.rehearsal.facts import (
     Fact,
     HandlerSet,
     Loaded,
+    Logged,
     Orders,
     Place,
     Reached,
@@ -30,8 +33,9 @@ from clusterddp.rehearsal.facts import (
     read_facts,
     to_line,
 )
-from clusterddp.rehearsal.findings import Cause, Rank, Undisturbed, diagnose
-from clusterddp.rehearsal.trial import Start, Stimulus, Trial
+from clusterddp.rehearsal.findings import diagnose
+from clusterddp.rehearsal.supervised import SupervisedConductor
+from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from tests.wording import raises
 
 STEPS, EVERY, FILE = 20, 5, "/run/last.pt"
@@ -374,8 +378,82 @@ def test_wrong_options_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_a_script_that_uses_clusterddp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_of_slurms_cannot_be_chosen_for_a_script_that_uses_clusterddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job definition names the signal of a stop."""
     (tmp_path / "train.py").write_text("import clusterddp\n")
     monkeypatch.chdir(tmp_path)
     with raises(UsageError):
-        command(["rehearse", "train.py"])
+        command(["rehearse", "train.py", "--signal", "USR1"])
+
+
+# --- under clusterddp
+
+PARTS = States(0, {"ema.n": "1", "model.w": "#1"}, {"count": "3"}, {"ema": "average", "model": "model"}, ("model",))
+
+
+def with_run(
+    start_: Start, states: Mapping[int, States], logged_values: Mapping[int, str] = MappingProxyType({})
+) -> Start:
+    """The start of a script with ``ctx.run()``: the states before its steps, and what it logs."""
+    more = [replace(one, local=local) for local, one in states.items()]
+    values = [Logged(number, {"loss": value}) for number, value in logged_values.items()]
+    return replace(start_, facts={**start_.facts, 0: [*start_.facts[0], *more, *values]})
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause", "words"),
+    [
+        ({"objects": {"ema.n": "0", "model.w": "#1"}}, Cause.EMA_NOT_RESTORED, "ctx.run(ema=ema, ...)"),
+        ({"objects": {"ema.n": "1", "model.w": "#2"}}, Cause.MODEL_NOT_RESTORED, "although ctx.run() receives model"),
+    ],
+)
+def test_what_a_run_did_not_restore_is_named_with_what_it_received(
+    changed: dict[str, Any], cause: Cause, words: str
+) -> None:
+    whole = with_run(undisturbed().start, dict.fromkeys(range(STEPS), PARTS))
+    lost = with_run(resumed(9), dict.fromkeys(range(STEPS - 9), replace(PARTS, **changed)))
+    found = diagnose(Undisturbed(Trial([whole]), Trial([whole])), Trial([noticed(9, save(9)), lost], [NOTICE]))
+    assert [one.cause for one in found] == [cause]
+    assert words in found[0].detail
+
+
+def test_a_logged_value_that_differs_is_named_with_the_variables_that_differ() -> None:
+    """Unless it also differs between two undisturbed runs."""
+    numbers = {number: f"0.{number}" for number in range(STEPS)}
+    whole = with_run(undisturbed().start, dict.fromkeys(range(STEPS), PARTS), numbers)
+    wrong = replace(PARTS, variables={"count": "0"})
+    lost = with_run(resumed(9), dict.fromkeys(range(STEPS - 9), wrong), {**numbers, 12: "9"})
+    trial = Trial([noticed(9, save(9)), lost], [NOTICE])
+    (found,) = diagnose(Undisturbed(Trial([whole]), Trial([whole])), trial)
+    assert found.cause is Cause.STATE_NOT_RESTORED
+    assert "loss after 12 steps is 9 instead of 0.12" in found.detail and "count (0 instead of 3)" in found.detail
+    other = with_run(undisturbed().start, dict.fromkeys(range(STEPS), PARTS), {**numbers, 12: "7"})
+    assert diagnose(Undisturbed(Trial([whole]), Trial([other])), trial) == []
+
+
+def test_batches_without_indices_are_compared() -> None:
+    def with_batches(one: Start, later: int) -> Start:
+        facts = [replace(fact, samples=(), batch=f"#{fact.local + later}") if isinstance(fact, StepMade) else fact
+                 for fact in one.facts[0]]  # fmt: skip
+        return replace(one, facts={0: facts})
+
+    whole = with_batches(undisturbed().start, 0)
+    trial = Trial([with_batches(noticed(9, save(9)), 0), with_batches(resumed(9), 0)], [NOTICE])
+    (found,) = diagnose(Undisturbed(Trial([whole]), Trial([whole])), trial)
+    assert found.cause is Cause.POSITION_NOT_RESTORED
+    trial = Trial([with_batches(noticed(9, save(9)), 0), with_batches(resumed(9), 9)], [NOTICE])
+    assert diagnose(Undisturbed(Trial([whole]), Trial([whole])), trial) == []
+
+
+def test_the_disturbances_of_one_run_are_in_the_order_of_their_places() -> None:
+    """Each has its place behind that of the one before."""
+    script = Script(60, range(5, 60, 5), [20, 40], [15, 30, 45], 0.1, True, True)
+    wanted = [one for one in SupervisedConductor.together if one is not Disturbance.START]
+    planned = script.in_order(wanted, 20.0)
+    places = [one.after for one in planned.values()]
+    assert planned.keys() == set(wanted) and list(planned)[-1] is Disturbance.FULL_DISK
+    assert places == sorted(set(places)) and places[-1] < 60
+    assert script.in_order([Disturbance.EPOCH_END], 20.0)[Disturbance.EPOCH_END].after == 15
+    assert Disturbance.SAVE not in Script(4, [], [], [], 0.1, True, True).in_order([Disturbance.SAVE], 20.0)

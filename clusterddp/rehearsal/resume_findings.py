@@ -1,0 +1,227 @@
+"""What a start that continued an earlier one did wrong: which file it loaded, and what it did not restore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from clusterddp.rehearsal import comparison
+from clusterddp.rehearsal.causes import Cause, Finding
+from clusterddp.rehearsal.comparison import Resume, Unlike
+from clusterddp.rehearsal.facts import SaveBegan
+from clusterddp.rehearsal.trial import Start, Trial, Undisturbed
+from clusterddp.reporter import counted
+
+
+def of_resume(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterator[Finding]:
+    """The faults that this resume shows."""
+    start = trial.starts[resume.index]
+    loaded = resume.loaded
+    script = (loaded.script or None, loaded.line or None) if loaded else (None, None)
+    if loaded is not None and loaded.error and resume.held is not None and not resume.held.whole:
+        name = Path(loaded.file).name
+        cause = Cause.CHECKPOINT_DESTROYED if resume.held.replaced else Cause.RESUMES_HALF_WRITTEN
+        text = (
+            f"{name} is overwritten in place, and the interrupted save has left half of it"
+            if resume.held.replaced
+            else f"a start loads {name}, of which the interrupted save has written a part"
+        )
+        yield Finding(cause, text, *script)
+        return
+    if not resume.stepped:
+        if not start.is_done and not start.disturbed and not start.timed_out:
+            yield Finding(Cause.RESTART_FAILS, f"a later start fails: {last_line(start)}", *script)
+        return
+    if resume.at is None:
+        name = Path(loaded.file).name if loaded else "no file of this run"
+        text = f"a start loads {name}, and its weights are not those of any step before"
+        yield Finding(Cause.MODEL_NOT_RESTORED, text, *script)
+        return
+    if resume.at == 0 and resume.done > 0 and resume.newest is None:
+        if not any(begun.of(SaveBegan, rank) for begun in undisturbed.one.starts for rank in begun.facts):
+            yield Finding(Cause.NO_CHECKPOINT, "the script saves no checkpoint, and starts from step 0")
+        return
+    if resume.newest is not None and resume.at < resume.newest.number:
+        yield _older(trial, resume, *script)
+        return
+    yield from _of_states(undisturbed, trial, resume)
+
+
+def _older(trial: Trial, resume: Resume, file: str | None, line: int | None) -> Finding:
+    assert resume.newest is not None
+    newest = f"{Path(resume.newest.file).name} (step {resume.newest.number})"
+    if resume.loaded is None or resume.at == 0:
+        before = {Path(one.began.file).parent for start in trial.starts[: resume.index] for one in start.saves()}
+        now = {Path(one.began.file).parent for one in trial.starts[resume.index].saves()}
+        if now and not now & before:
+            return Finding(
+                Cause.NEW_FOLDER, f"each start saves to a new folder and begins at step 0, although {newest} exists"
+            )
+        return Finding(Cause.NOT_RESUMED, f"a start begins at step 0, although {newest} exists", file, line)
+    name = Path(resume.loaded.file).name
+    text = f"a start continues from {name} (step {resume.at}), although {newest} exists"
+    cause = Cause.RESUMED_OLDER if re.search(r"\d", Path(name).stem) else Cause.LAST_IS_STALE
+    return Finding(cause, text, file, line)
+
+
+def last_line(start: Start) -> str:
+    """The last error that a rank printed, or else the exit codes."""
+    for output in start.output.values():
+        lines = [line.strip() for line in output.splitlines() if re.match(r"\w[\w.]*(Error|Exception|Exit)\b", line)]
+        if lines:
+            return lines[-1][:200]
+    return f"exit codes {', '.join(map(str, start.codes.values()))}"
+
+
+_AVERAGE = re.compile(r"ema|averag|shadow|teacher|polyak", re.IGNORECASE)
+_BEST = re.compile(r"best|lowest|highest|record|(min|max)(_|\b)", re.IGNORECASE)
+_BY_KIND = {
+    "scaler": (Cause.SCALER_NOT_RESTORED, "the gradient scaler"),
+    "average": (Cause.EMA_NOT_RESTORED, "the average of the weights"),
+}
+
+
+def _of_states(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterator[Finding]:
+    """What a start that continued at a known step did not restore."""
+    assert resume.at is not None
+    start, number = trial.starts[resume.index], resume.at
+    if number >= len(undisturbed.start.steps()) or number == 0:
+        return
+    was, now = comparison.states_at(undisturbed.start, number), comparison.states_at(start, number)
+    steady = comparison.states_at(undisturbed.other.last, number)
+    unlike = list(comparison.unlike(was, now, steady=steady)) if was and now else []
+    still = _still_unlike(undisturbed, start)
+    given = now.given if now else None
+    found = list(_of_objects(unlike, still) if given is None else _of_parts(unlike, still, given))
+    if rates := _of_rates(undisturbed.start, start, number):
+        found.append(rates)
+    difference = comparison.first_step_difference(undisturbed.start, start)
+    also = "" if given is None else _also(unlike)
+    if difference is not None and difference.samples:
+        found.append(_of_samples(undisturbed.start, start, difference))
+    elif difference is not None and difference.loss and not found:
+        cause, why = Cause.STATE_NOT_RESTORED, also
+        if not also:
+            cause = Cause.GENERATOR_NOT_RESTORED
+            why = ". The state of a random generator, as of dropout or of the data, is not in the checkpoint"
+        text = f"the loss of step {difference.number} differs with the same weights and samples{why}"
+        found.append(Finding(cause, text))
+    elif not found and (logged := comparison.first_logged_difference(undisturbed.one, undisturbed.other, start)):
+        after, name, value, other = logged
+        text = f"the logged {name} after {counted(after, 'step')} is {other} instead of {value}{also}"
+        found.append(Finding(Cause.STATE_NOT_RESTORED, text))
+    yield from found
+
+
+#: The most values that are named as a possible cause.
+_MOST_NAMES = 6
+
+
+def _also(unlike: Sequence[Unlike]) -> str:
+    """A sentence with what else differs when a start begins, and may be the cause."""
+    named = [
+        one.name if "#" in one.was + one.now else f"{one.name} ({one.now} instead of {one.was})"
+        for one in unlike
+        if one.kind == "value"
+    ]
+    return f". When this start began, these also differed: {', '.join(named[:_MOST_NAMES])}" if named else ""
+
+
+_OF_PARTS = {
+    "optimizer": Cause.OPTIMIZER_NOT_RESTORED,
+    "scheduler": Cause.SCHEDULER_NOT_RESTORED,
+    "scaler": Cause.SCALER_NOT_RESTORED,
+    "average": Cause.EMA_NOT_RESTORED,
+    "generator": Cause.GENERATOR_NOT_RESTORED,
+    "model": Cause.MODEL_NOT_RESTORED,
+}
+
+
+def _of_parts(unlike: Sequence[Unlike], still: set[str], given: Sequence[str]) -> Iterator[Finding]:
+    """Of a script with ``ctx.run()``, which restores what it is given. An object that the script makes again, such as
+    the sum of an epoch's losses, is equal again at the end."""
+    for one in unlike:
+        if one.kind == "value":
+            continue
+        cause = _OF_PARTS.get(one.kind, Cause.STATE_NOT_RESTORED)
+        if one.name in given:
+            values = "" if "#" in one.was + one.now else f" ({one.now} instead of {one.was})"
+            text = f"the state of {one.key}{values} is not restored, although ctx.run() receives {one.name}"
+            yield Finding(cause, text)
+        elif one.name in still:
+            how = f", as in ctx.run({one.name}={one.name}, ...)" if one.name.isidentifier() else ""
+            text = (
+                f"a resume loses the state of {one.name}, which ctx.run() does not receive. Pass it to ctx.run(){how}"
+            )
+            yield Finding(cause, text)
+
+
+def _still_unlike(undisturbed: Undisturbed, start: Start) -> set[str]:
+    """The objects that differ before the last step that both runs have made. Others are made again by the script."""
+    number = start.steps()[-1].number
+    was = None if number is None else comparison.states_at(undisturbed.start, number)
+    now = None if number is None else comparison.states_at(start, number)
+    steady = None if number is None else comparison.states_at(undisturbed.other.last, number)
+    return {one.name for one in comparison.unlike(was, now, steady=steady)} if was and now else set()
+
+
+def _of_objects(unlike: Sequence[Unlike], still: set[str]) -> Iterator[Finding]:
+    for one in unlike:
+        state = one.key.removeprefix(f"{one.name}.")
+        if one.kind == "optimizer" and state.startswith("state"):
+            text = f"{one.name} begins without its state ({one.key}), as it is not restored"
+            yield Finding(Cause.OPTIMIZER_NOT_RESTORED, text)
+            break
+    for one in unlike:
+        if one.kind in _BY_KIND:
+            cause, words = _BY_KIND[one.kind]
+            yield Finding(cause, f"{words} {one.name} is not restored: {one.key} is {one.now} instead of {one.was}")
+        elif one.kind not in ("optimizer", "scheduler", "model", "generator") and _AVERAGE.search(one.name):
+            yield Finding(Cause.EMA_NOT_RESTORED, f"{one.name} is not restored, and differs from the undisturbed run")
+        elif one.kind == "model":
+            text = f"{one.key} is not restored, while the trained weights are"
+            yield Finding(Cause.MODEL_NOT_RESTORED, text)
+        elif one.kind not in ("optimizer", "scheduler", "generator", "value") and one.name in still:
+            yield Finding(Cause.STATE_NOT_RESTORED, f"{one.name} is not restored ({one.key})")
+        elif one.kind == "value" and _BEST.search(one.name):
+            yield Finding(
+                Cause.BEST_NOT_RESTORED, f"{one.name} is {one.now} after the restart, and was {one.was} before it"
+            )
+
+
+def _of_rates(undisturbed: Start, start: Start, number: int) -> Finding | None:
+    rates = [made.rates for made in undisturbed.steps()]
+    later = [made for made in start.steps() if made.number is not None and made.number < len(rates)]
+    wrong = next((made for made in later if made.number is not None and made.rates != rates[made.number]), None)
+    if wrong is None or wrong.number is None:
+        return None
+    now, was = (f"{float(one[0]):g}" for one in (wrong.rates, rates[wrong.number]))
+    text = f"step {wrong.number} has the learning rate {now} instead of {was}"
+    rising = len(rates) > 1 and float(rates[1][0]) > float(rates[0][0])
+    if rising and wrong.rates == rates[wrong.number - number]:
+        return Finding(Cause.WARMUP_RESTARTED, f"the warm-up begins again after a restart: {text}")
+    return Finding(Cause.SCHEDULER_NOT_RESTORED, f"the scheduler does not continue after a restart: {text}")
+
+
+def _of_samples(undisturbed: Start, start: Start, difference: comparison.StepDifference) -> Finding:
+    expected = undisturbed.steps(difference.rank)
+    made = next(one for one in start.steps(difference.rank) if one.number == difference.number)
+    epochs = comparison.epoch_starts(expected)
+    epoch = max((first for first in epochs if first <= difference.number), default=0)
+    same = next(
+        (
+            one.number
+            for one in expected
+            if (one.samples, one.batch) == (made.samples, made.batch) and made.samples + tuple(made.batch)
+        ),
+        None,
+    )
+    at = f"step {difference.number} on rank {difference.rank} has the samples"
+    if same is not None and same < epoch:
+        text = f"{at} of step {same}, in an earlier epoch: the sampler's epoch is not set after a restart"
+        return Finding(Cause.SAMPLER_EPOCH_NOT_RESTORED, text)
+    if same is not None:
+        return Finding(Cause.POSITION_NOT_RESTORED, f"{at} of step {same}: a restart begins the epoch again")
+    text = f"{at} of no step of the undisturbed run: their order is drawn from a generator that is not restored"
+    return Finding(Cause.GENERATOR_NOT_RESTORED, text)
