@@ -151,7 +151,9 @@ def _list(root: Path, runs: Sequence[str] = ()) -> tuple[set[str], set[str]]:
             copied |= {f"{name}/{inner}" for inner in inner_copied}
             linked |= {f"{name}/{inner}" for inner in inner_linked}
     folders = {str(parent) for name in copied for parent in Path(name).parents}
-    return copied, {name for name in linked if name not in folders and _is_wanted(root / name)}
+    # git names a folder whose files are all ignored, and those files, too.
+    tops = {name for name in linked if not _below_any(name, linked)}
+    return copied, {name for name in tops if name not in folders and _is_wanted(root / name)}
 
 
 def _only_linked(root: Path, untracked: Iterable[str]) -> Iterator[str]:

@@ -110,15 +110,17 @@ def test_a_snapshot_has_tracked_changed_and_untracked_files_as_they_are_on_disk(
 def test_what_git_ignores_runs_and_env_files_are_linked_so_that_paths_beside_the_script_work(
     repository: Path, run: RunDirectory
 ) -> None:
-    """Ignored folders as a whole; a run anywhere; .env files, which may hold secrets. Not Python's caches."""
+    """Ignored folders as a whole, and those whose files are all ignored; a run anywhere; .env files, which may hold
+    secrets. Not Python's caches."""
     write(
         repository, {"data/images": "big", "src/fast.so": "build", "new/a.py": "", "new/fast.so": "", ".env": "KEY=1"}
     )
     write(repository, {"src/__pycache__/net.pyc": "", "other/run/job.yaml": "", "other/run/private/x": ""})
-    write(repository, {".gitignore": "data/\n*.so\n__pycache__/\n"})
+    write(repository, {".gitignore": "data/\n*.so\n__pycache__/\n", "built/deep/all.so": "build"})
     submit(run)
-    folder = folder_of(run)
-    assert files(folder, links=True) == [".env", "data", "new/fast.so", "other/run", "runs", "src/fast.so"]
+    folder, found = folder_of(run), checkout_of(job(), [])
+    assert files(folder, links=True) == [".env", "built", "data", "new/fast.so", "other/run", "runs", "src/fast.so"]
+    assert found is not None and [name for name in found.linked if name.startswith("built")] == ["built"]
     assert (folder / "data/images").read_text() == "big"
     assert files(folder) == [".gitignore", "new/a.py", "scripts/train.py", "src/net.py"]
 
