@@ -165,6 +165,11 @@ def _phase(start: Start) -> str:
     )
 
 
+def handles(start: Start, notice: signal.Signals) -> bool:
+    """Whether any rank has a handler for the notice."""
+    return any(_is_function(one) for rank in start.facts for one in _handlers(start, rank, notice))
+
+
 def _handlers(start: Start, rank: int, notice: signal.Signals) -> list[HandlerSet]:
     return [one for one in start.handlers(rank) if one.signal == notice]
 

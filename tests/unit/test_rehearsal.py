@@ -256,6 +256,22 @@ def test_an_object_that_the_script_makes_again_need_not_be_restored(at_the_end: 
     assert causes(noticed(8, save(8)), resumed(8, now), of=undisturbed(was)) == ([cause] if cause else [])
 
 
+@pytest.mark.parametrize(("best", "expected"), [("0.6", []), ("inf", [Cause.BEST_NOT_RESTORED])])
+def test_an_evaluation_before_the_first_step_may_find_another_best_value(best: str, expected: list[Cause]) -> None:
+    """As in nanoGPT, which evaluates again at the step of its checkpoint. The initial value is not restored."""
+    states = [[States(number, {}, {"best_loss": value}, {})] for number, value in ((0, "inf"), (8, "0.5"))]
+    again = resumed(8, [Evaluated(0), States(0, {}, {"best_loss": best}, {})])
+    assert causes(noticed(8, save(8)), again, of=undisturbed(*states)) == expected
+
+
+def test_other_random_numbers_are_found_beside_a_best_value_that_begins_again() -> None:
+    of = undisturbed([States(8, {}, {"best_loss": "0.5"}, {})])
+    loaded, now = Loaded(FILE, 0), States(0, {}, {"best_loss": "inf"}, {})
+    later = start([HANDLER, loaded, now], steps(8, STEPS, loss="1"))
+    found = causes(noticed(8, save(8)), later, of=of)
+    assert found == [Cause.GENERATOR_NOT_RESTORED, Cause.BEST_NOT_RESTORED]
+
+
 def test_a_scheduler_that_does_not_continue() -> None:
     of = undisturbed()
     falling = Undisturbed(*(Trial([start([HANDLER], steps(0, STEPS, rates=("0.1",)))]),) * 2)
