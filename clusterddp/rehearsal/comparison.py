@@ -233,7 +233,7 @@ def unlike(was: States, now: States, *, steady: States | None) -> Iterator[Unlik
         for key in keys:
             if was.objects.get(key) != now.objects.get(key) and (not steady or _is_same(was, steady, key)):
                 yield Unlike(name, kind, key, was.objects.get(key, "missing"), now.objects.get(key, "missing"))
-                if kind != "optimizer":
+                if kind not in ("optimizer", "model"):
                     break
     for name, value in was.variables.items():
         other = now.variables.get(name, value)

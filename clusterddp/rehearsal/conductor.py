@@ -30,6 +30,7 @@ from clusterddp.rehearsal.facts import Orders, Reached, read_facts
 from clusterddp.rehearsal.rank import STACKS
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial
 from clusterddp.rehearsal.workspace import Workspace, files_in
+from clusterddp.worker.rank import reserve_port
 
 #: Seconds between two looks at the ranks.
 LOOK_S = 0.02
@@ -198,7 +199,7 @@ class _Attempt:
         conductor.calls.unlink(missing_ok=True)
         Path(orders.socket).unlink(missing_ok=True)
         began = time.monotonic()
-        with socket.socket(socket.AF_UNIX) as server:
+        with reserve_port(None) as self._held_port, socket.socket(socket.AF_UNIX) as server:
             server.bind(orders.socket)
             server.listen()
             threading.Thread(target=self._serve, args=(server,), daemon=True).start()
@@ -229,9 +230,7 @@ class _Attempt:
         )
 
     def _begin(self, orders_file: Path, work: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = self._held_port.getsockname()[1]
         for rank in range(self._ranks):
             ranks = RankEnvironment(rank, rank, self._ranks, self._ranks, 0, (), "127.0.0.1", port, "slurm")
             with open(self._log(rank), "wb") as errors, open(self._log(rank, "out"), "wb") as output:

@@ -272,6 +272,25 @@ def test_other_random_numbers_are_found_beside_a_best_value_that_begins_again() 
     assert found == [Cause.GENERATOR_NOT_RESTORED, Cause.BEST_NOT_RESTORED]
 
 
+@pytest.mark.parametrize(
+    ("key", "loss", "expected"),
+    [
+        ("net.running_mean", "1", [Cause.GENERATOR_NOT_RESTORED]),
+        ("net.num_batches_tracked", "1", [Cause.MODEL_NOT_RESTORED]),
+        ("net.running_mean", "8.5", [Cause.MODEL_NOT_RESTORED]),
+        ("meter.sum", "1", [Cause.GENERATOR_NOT_RESTORED]),
+    ],
+)
+def test_what_other_batches_change_need_not_have_been_restored(key: str, loss: str, expected: list[Cause]) -> None:
+    """A forward pass with another batch leaves other statistics, and the number of batches is not one of them."""
+    kinds = {"net": "model", "meter": "Meter"}
+    of = undisturbed([States(number, {key: "#8"}, {}, kinds) for number in (8, STEPS - 1)])
+    states = [States(local, {key: "#9"}, {}, kinds) for local in (0, STEPS - 9)]
+    first = steps(8, 9, loss=loss)
+    later = start([HANDLER, Loaded(FILE, 0)], states, first, steps(9, STEPS))
+    assert causes(noticed(8, save(8)), later, of=of) == expected
+
+
 def test_a_scheduler_that_does_not_continue() -> None:
     of = undisturbed()
     falling = Undisturbed(*(Trial([start([HANDLER], steps(0, STEPS, rates=("0.1",)))]),) * 2)
