@@ -98,6 +98,12 @@ test-repositories: .venv/ready
 	@[ -d "$(REPOSITORIES)" ] || { echo 'make test-repositories REPOSITORIES=/folder/of/checkouts [NAMES="nanogpt timm"]'; exit 2; }
 	.venv/bin/python -m tests.repositories $(REPOSITORIES) $(NAMES) $(if $(REPOSITORIES_PYTHON),--python $(REPOSITORIES_PYTHON))
 
+# A certificate of each repository that has none in tests/repositories/certificates, and of those in NAMES.
+.PHONY: rehearse-repositories
+rehearse-repositories: .venv/ready
+	@[ -d "$(REPOSITORIES)" ] || { echo 'make rehearse-repositories REPOSITORIES=/folder/of/checkouts [NAMES="nanogpt timm"]'; exit 2; }
+	.venv/bin/python -m tests.repositories.rehearsals $(REPOSITORIES) $(NAMES) $(if $(REPOSITORIES_PYTHON),--python $(REPOSITORIES_PYTHON))
+
 .PHONY: gpu-check-stand-in
 gpu-check-stand-in: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check --stand-in --budget 1200 $(GPU_CHECK)

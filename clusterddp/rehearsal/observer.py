@@ -524,6 +524,16 @@ def fill_disk(pid: int) -> tuple[int, int]:
     return soft, hard
 
 
+def unset() -> dict[str, str]:
+    """The script's variables that are None, by name, such as a best value that is not known yet."""
+    found: dict[str, str] = {}
+    for frame in outward(sys._getframe(1)):
+        if not is_library(frame.f_code.co_filename):
+            scopes = (frame.f_locals, frame.f_globals)
+            found |= {name: "None" for scope in scopes for name, value in list(scope.items()) if value is None}
+    return found
+
+
 def _line_of_script() -> tuple[str, int]:
     """The file and line of the innermost call that is in the script's own code."""
     for frame in outward(sys._getframe(1)):

@@ -93,6 +93,10 @@ class Repository:
     repeatable: bool = True
     #: What else was seen.
     notes: tuple[str, ...] = ()
+    #: What is different in the job when it is rehearsed.
+    rehearsal: dict[str, Any] = field(default_factory=dict)
+    #: What a preemption costs by its own means, and why, read in its code.
+    loses: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Repository:

@@ -264,6 +264,12 @@ def test_an_evaluation_before_the_first_step_may_find_another_best_value(best: s
     assert causes(noticed(8, save(8)), again, of=undisturbed(*states)) == expected
 
 
+def test_a_variable_that_is_none_is_reported() -> None:
+    """As timm's best metric, which is not known before an evaluation."""
+    best_metric, other = None, 1
+    assert unset()["best_metric"] == str(best_metric) and "other" not in unset(), other
+
+
 def test_other_random_numbers_are_found_beside_a_best_value_that_begins_again() -> None:
     of = undisturbed([States(8, {}, {"best_loss": "0.5"}, {})])
     loaded, now = Loaded(FILE, 0), States(0, {}, {"best_loss": "inf"}, {})
