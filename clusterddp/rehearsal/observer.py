@@ -475,7 +475,7 @@ class Observer:
         given = None
         if self.given is not None:
             given = tuple(name for name, value in search.objects.items() if id(value) in self.given)
-        self.report(States(self._local, objects, search.variables, kinds, given))
+        self.report(States(self._local, objects, {**unset(), **search.variables}, kinds, given))
 
     def _kind(self, value: Any) -> str:
         torch = self._torch

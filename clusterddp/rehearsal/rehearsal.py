@@ -12,7 +12,7 @@ from clusterddp.rehearsal.causes import Cause, Finding, Rank
 from clusterddp.rehearsal.comparison import Result
 from clusterddp.rehearsal.conductor import Baseline, Conductor
 from clusterddp.rehearsal.disturbances import Disturbance, Script
-from clusterddp.rehearsal.findings import diagnose
+from clusterddp.rehearsal.findings import diagnose, handles
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from clusterddp.reporter import counted
 
@@ -149,8 +149,10 @@ class _Runs:
         together = [one for one in self.conductor.together if one in wanted and one not in done]
         if self.conductor.is_supervised:
             stimuli = self.script.in_order(together, self.notice_s)
-        else:
+        elif handles(self.undisturbed.start, self.conductor.notice):
             stimuli = dict(zip(together, self.script.together(together, self.notice_s), strict=True))
+        else:  # the notice ends the script at once, so that no result can be right
+            stimuli = {}
         if len(stimuli) > 1:
             done |= self._together(stimuli)
         for one in wanted:

@@ -9,7 +9,7 @@ from pathlib import Path
 from clusterddp.rehearsal import comparison
 from clusterddp.rehearsal.causes import Cause, Finding
 from clusterddp.rehearsal.comparison import Resume, Unlike
-from clusterddp.rehearsal.facts import SaveBegan
+from clusterddp.rehearsal.facts import Evaluated, SaveBegan
 from clusterddp.rehearsal.trial import Start, Trial, Undisturbed
 from clusterddp.reporter import counted
 
@@ -76,6 +76,16 @@ def last_line(start: Start) -> str:
 
 _AVERAGE = re.compile(r"ema|averag|shadow|teacher|polyak", re.IGNORECASE)
 _BEST = re.compile(r"best|lowest|highest|record|(min|max)(_|\b)", re.IGNORECASE)
+#: What a forward pass changes in a normalization.
+_STATISTICS = re.compile(r"running_(mean|var)$")
+#: What is not restored without a change to the loss of the first step.
+_LATER = {
+    Cause.OPTIMIZER_NOT_RESTORED,
+    Cause.SCHEDULER_NOT_RESTORED,
+    Cause.WARMUP_RESTARTED,
+    Cause.EMA_NOT_RESTORED,
+    Cause.BEST_NOT_RESTORED,
+}
 _BY_KIND = {
     "scaler": (Cause.SCALER_NOT_RESTORED, "the gradient scaler"),
     "average": (Cause.EMA_NOT_RESTORED, "the average of the weights"),
@@ -91,27 +101,40 @@ def _of_states(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterat
     was, now = comparison.states_at(undisturbed.start, number), comparison.states_at(start, number)
     steady = comparison.states_at(undisturbed.other.last, number)
     unlike = list(comparison.unlike(was, now, steady=steady)) if was and now else []
+    difference = comparison.first_step_difference(undisturbed.start, start)
     still = _still_unlike(undisturbed, start)
     given = now.given if now else None
-    found = list(_of_objects(unlike, still) if given is None else _of_parts(unlike, still, given))
+    if given is None:
+        other_data = difference is not None and (difference.samples or difference.loss)
+        # What other batches change says nothing about the checkpoint. The states are those after the forward pass.
+        if other_data and difference is not None and difference.number == number:
+            unlike = [one for one in unlike if not (one.kind == "model" and _STATISTICS.search(one.key))]
+        found = [*_of_objects(unlike, set() if other_data else still), *_of_best(undisturbed.start, start, unlike)]
+    else:
+        found = list(_of_parts(unlike, still, given))
     if rates := _of_rates(undisturbed.start, start, number):
         found.append(rates)
-    difference = comparison.first_step_difference(undisturbed.start, start)
     also = "" if given is None else _also(unlike)
     if difference is not None and difference.samples:
         found.append(_of_samples(undisturbed.start, start, difference))
-    elif difference is not None and difference.loss and not found:
+    elif difference is not None and difference.loss and _is_blameless(found, at_once=difference.number == number):
         cause, why = Cause.STATE_NOT_RESTORED, also
         if not also:
             cause = Cause.GENERATOR_NOT_RESTORED
             why = ". The state of a random generator, as of dropout or of the data, is not in the checkpoint"
-        text = f"the loss of step {difference.number} differs with the same weights and samples{why}"
+        same = "weights and samples" if any(made.samples for made in start.steps()) else "weights"
+        text = f"the loss of step {difference.number} differs with the same {same}{why}"
         found.append(Finding(cause, text))
     elif not found and (logged := comparison.first_logged_difference(undisturbed.one, undisturbed.other, start)):
         after, name, value, other = logged
         text = f"the logged {name} after {counted(after, 'step')} is {other} instead of {value}{also}"
         found.append(Finding(Cause.STATE_NOT_RESTORED, text))
     yield from found
+
+
+def _is_blameless(found: Sequence[Finding], *, at_once: bool) -> bool:
+    """Whether another loss has none of these causes. ``at_once``: it is that of the first step."""
+    return all(one.cause in (_LATER if at_once else {Cause.BEST_NOT_RESTORED}) for one in found)
 
 
 #: The most values that are named as a possible cause.
@@ -184,10 +207,18 @@ def _of_objects(unlike: Sequence[Unlike], still: set[str]) -> Iterator[Finding]:
             yield Finding(Cause.MODEL_NOT_RESTORED, text)
         elif one.kind not in ("optimizer", "scheduler", "generator", "value") and one.name in still:
             yield Finding(Cause.STATE_NOT_RESTORED, f"{one.name} is not restored ({one.key})")
-        elif one.kind == "value" and _BEST.search(one.name):
-            yield Finding(
-                Cause.BEST_NOT_RESTORED, f"{one.name} is {one.now} after the restart, and was {one.was} before it"
-            )
+
+
+def _of_best(undisturbed: Start, start: Start, unlike: Sequence[Unlike]) -> Iterator[Finding]:
+    """Values named best that begin again. A start that evaluates before its first step may have found another one."""
+    evaluated = any(one.local == 0 for one in start.of(Evaluated))
+    first = next(iter(undisturbed.states()), None)
+    for one in unlike:
+        if one.kind != "value" or not _BEST.search(one.name):
+            continue
+        if not evaluated or (first is not None and first.variables.get(one.name) == one.now):
+            text = f"{one.name} is {one.now} after the restart, and was {one.was} before it"
+            yield Finding(Cause.BEST_NOT_RESTORED, text)
 
 
 def _of_rates(undisturbed: Start, start: Start, number: int) -> Finding | None:

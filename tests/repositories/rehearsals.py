@@ -28,7 +28,7 @@ from tests.repositories.entries import Copy, Repository, Unusable, prepare, read
 CERTIFICATES = Path(__file__).with_name("certificates")
 WORK = REPOSITORY / "build" / "rehearsals"
 #: The options of the command for each way to run a repository.
-MODES: Mapping[str, Sequence[str]] = {"slurm": ()}
+MODES: Mapping[str, Sequence[str]] = {mode: ("--under", mode) for mode in ("slurm", "clusterddp")}
 DISTURBANCES = ("step", "save", "first-steps", "kill")
 STEPS = 24
 LIMIT_S = 5400
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkouts", type=Path, help="the folder of checkouts; nothing is downloaded")
     parser.add_argument("names", nargs="*", help="these repositories, again; default: those without a certificate")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="that has the repositories' packages")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="what starts it again")
     options = parser.parse_args(arguments)
     entries = read_all()
     if unknown := set(options.names) - {entry.name for entry in entries}:
@@ -92,9 +92,11 @@ def rehearse(entry: Repository, mode: str, checkouts: Path, python: Path, kept: 
     except Unusable as error:
         print(f"{entry.name}: not rehearsed: {error}", flush=True)
         return False
-    definition = _job(copy)
+    definition = _job(copy, mode)
     _make_repository(root / "code")
     command = [python, "-m", "clusterddp", "rehearse", definition, *MODES[mode], "--only", ",".join(DISTURBANCES)]
+    if mode == "clusterddp" and entry.device == "stand-in":
+        command += ["--device", "cuda"]
     print(f"{entry.name}: {mode}", flush=True)
     done = subprocess.run(
         [*map(str, command), "--steps", str(STEPS), "-o", str(root)],
@@ -112,11 +114,24 @@ def rehearse(entry: Repository, mode: str, checkouts: Path, python: Path, kept: 
     return True
 
 
-def _job(copy: Copy) -> Path:
-    """A job definition that trains the repository, and resumes it by its own means."""
+def _job(copy: Copy, mode: str) -> Path:
+    """A job definition that trains the repository, and resumes it with its preset, or by its own means."""
     own = copy.repository
-    preset = _preset(own)
     job = {**own.job, **own.rehearsal}
+    if mode == "clusterddp":
+        job |= own.resume
+    else:
+        _add_own_means(copy, job)
+    if "script" in job:
+        job["script"] = str(copy.code / job["script"])
+    definition = copy.code / "rehearsed.yaml"
+    definition.write_text(yaml.safe_dump(job).replace("{data}", str(copy.data)))
+    return definition
+
+
+def _add_own_means(copy: Copy, job: dict[str, Any]) -> None:
+    """The options of the repository with which a batch script resumes it."""
+    preset = _preset(copy.repository)
     job["args"] = [*job["args"], *(one.replace("{run_dir}", "out") for one in preset.get("args", ()))]
     resume = preset.get("resume", {})
     if resume.get("args"):
@@ -128,12 +143,6 @@ def _job(copy: Copy) -> Path:
         )
         (copy.code / "requeued.py").write_text(text)
         job["script"] = "requeued.py"
-    if "script" in job:
-        job["script"] = str(copy.code / job["script"])
-    job["args"] = [str(one).replace("{data}", str(copy.data)) for one in job["args"]]
-    definition = copy.code / "rehearsed.yaml"
-    definition.write_text(yaml.safe_dump({name: job[name] for name in ("script", "module", "args") if name in job}))
-    return definition
 
 
 def _preset(entry: Repository) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from clusterddp.rehearsal.facts import (
     to_line,
 )
 from clusterddp.rehearsal.findings import diagnose
+from clusterddp.rehearsal.observer import unset
 from clusterddp.rehearsal.supervised import SupervisedConductor
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from tests.wording import raises
