@@ -106,7 +106,7 @@ class Conductor:
             start = _Attempt(self, here, orders, stimulus, count, len(starts)).carry_out(work)
             starts.append(start)
             self.starts += 1
-            known |= Trial(starts).weights()
+            known = Trial(starts).weights() | known
             if self._is_over(start, stimulus, len(starts) - len(stimuli)):
                 break
         shutil.rmtree(work, ignore_errors=True)

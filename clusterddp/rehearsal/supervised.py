@@ -158,7 +158,7 @@ class _Rehearsed(LocalRun):
     def _write_orders(self) -> None:
         """For each attempt with a stimulus, and for all others. Also the supervisor starts attempts by itself."""
         known = dict(self._baseline.known) if self._baseline else {}
-        known |= Trial(self.starts).weights()
+        known = Trial(self.starts).weights() | known
         for attempt in (*range(len(self._stimuli)), None):
             stimulus = Stimulus() if attempt is None else self._stimulus(attempt)
             orders = self._conductor.orders(stimulus, self._baseline, known, self._toggle_workers, self._name)

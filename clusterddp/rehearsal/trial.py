@@ -160,9 +160,14 @@ class Trial:
         """The last start."""
         return self.starts[-1]
 
-    def weights(self) -> Mapping[str, int]:
-        """How many steps precede the step that begins with these weights."""
-        return {made.weights: made.number for start in self.starts for made in start.steps() if made.number is not None}
+    def weights(self) -> dict[str, int]:
+        """How many steps precede the first step that begins with these weights. A step of a warm-up that begins with a
+        learning rate of 0 leaves them as they are."""
+        found: dict[str, int] = {}
+        for made in (made for start in self.starts for made in start.steps()):
+            if made.number is not None:
+                found.setdefault(made.weights, made.number)
+        return found
 
 
 @dataclass(frozen=True)
