@@ -161,6 +161,7 @@ class Conductor:
             "SLURM_PROCID": str(ranks.rank), "SLURM_LOCALID": str(ranks.local_rank),
             "SLURM_NTASKS": str(ranks.world_size), "SLURM_NTASKS_PER_NODE": str(ranks.world_size),
             "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1",
+            "PYTHONHASHSEED": kept.get("PYTHONHASHSEED", "0"),
             **self.confined(orders),
         }  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import runpy
 import signal
 import sys
@@ -37,6 +38,7 @@ def main() -> None:
     if attempt is not None:
         _run_under_clusterddp(observed, number)
         return
+    _seed(int(os.environ["RANK"]))
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]
@@ -45,6 +47,13 @@ def main() -> None:
         return
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _seed(rank: int) -> None:
+    """Seeds the generators of a script that seeds none, so that its runs can be compared."""
+    random.seed(rank)
+    when_imported("numpy", lambda numpy: numpy.random.seed(rank))
+    when_imported("torch", lambda torch: torch.manual_seed(rank))
 
 
 def _run_under_clusterddp(observed: observer.Observer, attempt: int) -> None:

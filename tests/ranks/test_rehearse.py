@@ -69,6 +69,12 @@ def test_a_script_that_is_not_repeatable_is_not_compared(tmp_path: Path) -> None
 
 
 @pytest.mark.product
+def test_a_script_that_seeds_nothing_is_compared(tmp_path: Path) -> None:
+    script = SCRIPT.read_text().replace("torch.manual_seed(0)", "pass")
+    assert rehearsed(tmp_path / "unseeded", "--only", "step", code=0, script=script)["repeatable"]
+
+
+@pytest.mark.product
 @pytest.mark.skipif(not is_available(), reason="this kernel has no Landlock")
 def test_writes_outside_the_copy_are_refused(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
