@@ -40,7 +40,7 @@ class Checkpoint:
 
     def read_data(self, head: file_format.Head, into: file_format.Into) -> Iterator[int]:
         """``file_format.read_data``. Raises CheckpointError as ``read``."""
-        with self._errors():
+        with self.errors():
             yield from file_format.read_data(self.path, head, into, partial(retrying, self.path))
 
     def _check_step(self, facts: Mapping[str, str]) -> None:
@@ -58,11 +58,11 @@ class Checkpoint:
     def _checked(self, read: Callable[[Path], _T]) -> _T:
         if self.path.suffix == ".pt":
             raise CheckpointError(f"{self.path.name} has format 1, which this version cannot read")
-        with self._errors():
+        with self.errors():
             return retrying(self.path, lambda: read(self.path))
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def errors(self) -> Iterator[None]:
         """Errors of reading the file as CheckpointErrors."""
         try:
             yield
@@ -89,6 +89,11 @@ class Checkpoint:
             return str(self.facts()["best"])
         except (file_format.Damaged, OSError, KeyError, TypeError, RecursionError):
             return None
+
+    @property
+    def files(self) -> list[Path]:
+        """All its files, in the order in which they must be deleted. Raises OSError."""
+        return [self.path]
 
     @property
     def size(self) -> int:

@@ -232,13 +232,15 @@ EXIT_S = 5.0
 class Saved:
     """A committed checkpoint: its step, the file's size in bytes, and when it was committed (CLOCK_MONOTONIC, s).
 
-    ``deleted``: the steps of older checkpoints that were deleted because the disk was full.
+    ``deleted``: the steps of older checkpoints that were deleted because the disk was full. ``checksum``: of the file
+    of one rank of a sharded model.
     """
 
     step: int
     bytes: int
     at: float
     deleted: tuple[int, ...] = ()
+    checksum: int = 0
 
 
 class NotSaved(Exception):
@@ -258,8 +260,18 @@ class NotSaved(Exception):
 class CheckpointClient:
     """The snapshot and the writer process. One save at a time: take the result before the next save."""
 
-    def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, device: torch.device) -> None:
-        self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
+    def __init__(
+        self,
+        directory: RunDirectory,
+        attempt: int,
+        keep: Keep,
+        device: torch.device,
+        rank: int | None = None,
+        pack: Callable[[Mapping[str, Any]], Packed] = Packed,
+    ) -> None:
+        """``rank``: of one that writes a part of each checkpoint. None if this process writes all of it."""
+        self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep), "rank": rank}
+        self._pack = pack
         self._folder = directory.path
         self._snapshot = Snapshot(device, directory.private)
         self._writer: subprocess.Popen[bytes] | None = None
@@ -284,7 +296,7 @@ class CheckpointClient:
 
         Raises CheckpointError if there is not enough memory, or if the state cannot be saved.
         """
-        self._snapshot.prepare(Packed(state))
+        self._snapshot.prepare(self._pack(state))
         with suppress(OSError):  # the first save tries again
             self._start()
 
@@ -301,7 +313,7 @@ class CheckpointClient:
         ``urgent``: the caller will wait for the result. ``before``: called in a separate thread before the writer
         starts. It may wait, and raise NotSaved.
         """
-        packed = Packed(state)
+        packed = self._pack(state)
         self._snapshot.take(packed)
         self._step = step
         try:
@@ -315,6 +327,11 @@ class CheckpointClient:
         self._sent.clear()
         # The thread also frees the state, because each tensor freed here could pass the GIL to it.
         self._requests.put((step, packed, facts, urgent, before, state))
+
+    def commit_manifest(self, step: int, manifest: bytes) -> None:
+        """Has the writer commit a sharded checkpoint. ``result`` returns the outcome."""
+        self._step = step
+        self._say({"step": step, "manifest": True, "beginning": len(manifest)}, manifest)
 
     def result(self, wait: bool) -> Saved | None:
         """The result of the save. None while it is in progress, or if there is none. ``wait`` raises its priority.
@@ -345,7 +362,7 @@ class CheckpointClient:
         deleted = tuple(answer.get("deleted", ()))
         if "failed" in answer:
             raise NotSaved(step, answer["failed"], "metrics" in answer, deleted, "disk" in answer)
-        return Saved(answer["step"], answer["bytes"], answer["at"], deleted)
+        return Saved(answer["step"], answer["bytes"], answer["at"], deleted, answer.get("checksum", 0))
 
     def close(self) -> None:
         """Ends the thread, and lets the writer finish and exit."""
@@ -401,7 +418,7 @@ class CheckpointClient:
         while (request := self._requests.get()) is not None:
             step, packed, facts, urgent, before, state = request
             try:
-                beginning = file_format.head(self._snapshot.described, packed.plain(), facts)
+                beginning = file_format.head(self._snapshot.described, packed.plain(), {**facts, **packed.facts})
                 if len(beginning) > LONGEST_HEADER:
                     raise NotSaved(
                         step,

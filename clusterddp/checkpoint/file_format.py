@@ -81,7 +81,10 @@ class Content:
 
 @dataclass(frozen=True)
 class Head:
-    """A file without its data: the fields of ``Content``, the place and size of the data, and its chunks' checksums."""
+    """A file without its data: the fields of ``Content``, the place and size of the data, and its chunks' checksums.
+
+    ``checksum``: a CRC-32 of all checksums, which stands for the whole file.
+    """
 
     entries: dict[str, dict[str, Any]]
     facts: dict[str, str]
@@ -89,6 +92,7 @@ class Head:
     start: int
     size: int
     sums: tuple[int, ...]
+    checksum: int
 
 
 def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
@@ -191,12 +195,14 @@ def read_head(path: Path) -> Head:
     with open_binary(path, buffered=False) as file:
         beginning, entries = _read_head(file.fileno())
         size, end = entries.pop(_CHECKSUMS)["data_offsets"]
-        sums = struct.unpack(f"<{(end - size) // 4}I", _read_bytes(file.fileno(), end - size, len(beginning) + size))
+        last = _read_bytes(file.fileno(), end - size, len(beginning) + size)
+    sums = struct.unpack(f"<{(end - size) // 4}I", last)
     if zlib.crc32(beginning) != sums[0]:
         raise Damaged("checksum mismatch in its header")
     metadata = entries.pop("__metadata__")
     try:
-        return Head(entries, metadata, json.loads(metadata.pop("state")), len(beginning), size, sums[1:])
+        state = json.loads(metadata.pop("state"))
+        return Head(entries, metadata, state, len(beginning), size, sums[1:], zlib.crc32(last))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged("its state is not valid JSON") from error
 
@@ -256,7 +262,7 @@ class _Reading:
         elif into is not None and not isinstance(into, int):
             views = into.views(at, at + size)
         for piece in views:
-            _read_into(self._file(), piece, self._head.start + at)
+            read_into(self._file(), piece, self._head.start + at)
             sum_ = zlib.crc32(piece, sum_)
             if isinstance(into, int):
                 write_at(into, piece, at)
@@ -319,7 +325,7 @@ def _reads_back(file: int, place: int, data: memoryview) -> bool:
             part = data[start : start + _BUFFER]
             if len(part) < len(buffer):
                 buffer = bytearray(len(part))
-            _read_into(file, memoryview(buffer), place + start)
+            read_into(file, memoryview(buffer), place + start)
             if buffer != part:  # for a bytearray, memcmp(3)
                 return False
     except Damaged:
@@ -333,7 +339,7 @@ def write_at(file: int, data: memoryview, position: int) -> None:
         data, position = data[count:], position + count
 
 
-def _read_into(file: int, buffer: memoryview, position: int) -> None:
+def read_into(file: int, buffer: memoryview, position: int) -> None:
     """Fills the buffer from this position of the file. Raises Damaged if the file ends before."""
     while buffer:
         count = os.preadv(file, [buffer], position)
@@ -343,7 +349,7 @@ def _read_into(file: int, buffer: memoryview, position: int) -> None:
 
 
 def _read_bytes(file: int, size: int, position: int) -> bytes:
-    _read_into(file, memoryview(data := bytearray(size)), position)
+    read_into(file, memoryview(data := bytearray(size)), position)
     return bytes(data)
 
 

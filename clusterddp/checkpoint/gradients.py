@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.checkpoint.sharded.sharding import has_unreduced_gradients, is_sharded_model
 from clusterddp.checkpoint.state_dict import parameters_of
 from clusterddp.distributed.torch_patches import Hook
 from clusterddp.distributed.wrapping import ddp_modules, optimizers, trained_parameters
@@ -87,11 +88,15 @@ class Gradients:
         self._stepped = set(self._optimizers)
         #: What waited when the current step began.
         self._before = _Pending()
+        self._sharded = [part for part in self._modules.values() if is_sharded_model(part)]
+        #: Whether FSDP held gradients then that it has not reduced.
+        self._unreduced_before = False
         self._exchange_of: dict[torch.Tensor, _Exchange] = {}
         exchanges: dict[torch.nn.Module, _Exchange] = {}
         for module in (*self._in_ddp, *self._modules.values()):
             in_ddp = isinstance(module, DistributedDataParallel)
-            exchange = exchanges.setdefault(module, _Exchange(self._waiting, apart=not in_ddp and world_size > 1))
+            reduced = in_ddp or world_size == 1 or is_sharded_model(module)
+            exchange = exchanges.setdefault(module, _Exchange(self._waiting, apart=not reduced))
             for parameter in module.parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
                     self._exchange_of.setdefault(parameter, exchange)
@@ -108,6 +113,7 @@ class Gradients:
         self._waiting |= self._optimizers - self._stepped
         self._before = self._pending() if self._waiting else _Pending()
         self._stepped, self.gathered = set(), None
+        self._unreduced_before = has_unreduced_gradients(self._sharded)
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped, and its gradients are used."""
@@ -117,6 +123,8 @@ class Gradients:
     def progress(self, before_step: bool) -> dict[str, Any]:
         """The gradients for a checkpoint. ``before_step``: of the state at the beginning of the current step."""
         pending = self._before if before_step else self._pending()
+        if self._unreduced_before if before_step else has_unreduced_gradients(self._sharded):
+            return {"gradients_lost": True}
         if before_step and pending.changed():
             return {"gradients_lost": True}
         found: dict[str, Any] = {}

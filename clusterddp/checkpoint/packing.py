@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from clusterddp.checkpoint.file_format import Tensor
+from clusterddp.checkpoint.sharded.sharding import is_sharded, like, local
 from clusterddp.errors import CheckpointError
 
 #: The dtypes that a checkpoint supports, and their names in safetensors.
@@ -135,12 +136,19 @@ class Packed:
 
     Training waits while a save makes one. So all tensors are collected first, and each of their attributes is then read
     in one ``map``, which takes 50 ns per tensor.
+
+    Of a DTensor, it has this rank's shard.
     """
+
+    #: Entries of a file's metadata.
+    facts: Mapping[str, str] = {}
 
     def __init__(self, content: Any) -> None:
         #: For each place in the state that has a tensor: the tensor, and its name, which is at first its path.
         self._tensors: list[torch.Tensor] = []
         self._names: list[Any] = []
+        #: The DTensors, by the place of their shards.
+        self._wholes: dict[int, Any] = {}
         #: The dicts that still have tensors where their JSON form has names, and the place of the first one.
         self._forms: list[tuple[dict[str, Any], int]] = []
         try:
@@ -155,6 +163,8 @@ class Packed:
         same_memory = len(set(addresses)) < len(found)
         if same_path or same_memory or not self.tensors.keys().isdisjoint(_RESERVED_NAMES):
             kept = self._name(addresses)
+        #: The DTensors, by the names of their shards.
+        self.sharded = {self._names[place]: whole for place, whole in self._wholes.items()}
         as_in_file = all(map(torch.Tensor.is_contiguous, found)) and not any(map(torch.Tensor.is_neg, found))
         if not as_in_file or torch.complex64 in dtypes:
             for place, tensor in enumerate(found):
@@ -169,6 +179,19 @@ class Packed:
         self.layout: Layout = list(self.tensors), dtypes, shapes
         #: The address of each tensor's bytes, or 0 if the file has different bytes, as for a transposed tensor.
         self.addresses = addresses
+
+    def select(self, places: Sequence[int]) -> None:
+        """Leaves out the other tensors, but not their places in the state."""
+        names, dtypes, shapes = self.layout
+        names = [names[place] for place in places]
+        self.layout = names, [dtypes[place] for place in places], [shapes[place] for place in places]
+        self.tensors = {name: self.tensors[name] for name in names}
+        self.addresses = [self.addresses[place] for place in places]
+
+    def unpacked(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The state with these tensors, such as copies. For a DTensor, ``tensors`` has this rank's shard."""
+        wholes = {name: like(whole, tensors[name]) for name, whole in self.sharded.items()}
+        return unpack(self.plain(), {**tensors, **wholes})
 
     def plain(self) -> Any:
         """The state as JSON values. Training does not wait until they are complete."""
@@ -222,6 +245,9 @@ class Packed:
             return {f"${_NAME_OF[kind]}": (self._members if isinstance(item, dict) else self._walk)(plain, path)}
         if kind.__module__ == "numpy" and (found := self._numpy(item, path)) is not None:
             return found
+        if is_sharded(item):
+            self._wholes[len(self._tensors)] = item
+            return self._walk(local(item), path)
         if isinstance(item, torch.Tensor):
             raise CheckpointError(
                 f"cannot save the state of {path!r}, which is of type {kind.__module__}.{kind.__qualname__}: a "

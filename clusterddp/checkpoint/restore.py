@@ -28,6 +28,7 @@ from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.file_format import Content, Head
 from clusterddp.checkpoint.host_memory import Blocks, anonymous_file, free_memory
 from clusterddp.checkpoint.parts import Stateful, check_parts
+from clusterddp.checkpoint.sharded.folder import Manifest, ShardedCheckpoint
 from clusterddp.checkpoint.state_dict import load_state, recast_parameters, state_of
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
@@ -204,7 +205,7 @@ def restore(
     the other hosts ``through`` a device. The ranks agree by collectives on ``device``, which is also the default for
     the content. Raises CheckpointError on all ranks if there are checkpoints but all are damaged.
     """
-    search, alone = _Search(checkpoints, on_damaged), not dist.is_initialized() or dist.get_world_size() == 1
+    search, alone = Search(checkpoints, on_damaged), not dist.is_initialized() or dist.get_world_size() == 1
     while True:
         found = search.next()
         described = found and (found[1].entries, found[1].facts, found[1].state, found[1].size)
@@ -241,7 +242,7 @@ def _candidates(checkpoints: Checkpoints) -> list[Checkpoint]:
     return checkpoints.candidates()
 
 
-class _Search:
+class Search:
     """On rank 0, the candidates with a whole head, newest first. Damaged ones are reported. Empty on other ranks."""
 
     def __init__(self, checkpoints: Checkpoints | None, on_damaged: OnDamaged) -> None:
@@ -256,13 +257,40 @@ class _Search:
         """The next candidate."""
         for candidate in self._candidates:
             self._current = candidate
+            if isinstance(candidate, ShardedCheckpoint):
+                self.failure = (
+                    f"checkpoint {candidate.step} of this run is that of a sharded model, but ctx.run() received a "
+                    "model that fully_shard has not sharded. Shard it as before, or start a new run"
+                )
+                return None
             try:
                 return candidate, candidate.read_head()
             except CheckpointError as error:
                 self.report(str(error))
+        self._fail()
+        return None
+
+    def next_sharded(self) -> tuple[ShardedCheckpoint, Manifest, Any] | None:
+        """The next candidate of a sharded model, with its state without tensors."""
+        for candidate in self._candidates:
+            self._current = candidate
+            if not isinstance(candidate, ShardedCheckpoint):
+                self.failure = (
+                    f"checkpoint {candidate.step} of this run is that of a model that was not sharded, but ctx.run() "
+                    "received a sharded one. Pass the model without fully_shard, or start a new run"
+                )
+                return None
+            try:
+                manifest = candidate.manifest()
+                return candidate, manifest, candidate.rank_head(0, manifest.files[0]).state
+            except CheckpointError as error:
+                self.report(str(error))
+        self._fail()
+        return None
+
+    def _fail(self) -> None:
         if self._checkpoints is not None:
             self.failure = self._failure(self._checkpoints)
-        return None
 
     def report(self, reason: str) -> None:
         """The current candidate is damaged."""

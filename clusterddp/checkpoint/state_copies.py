@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.packing import SAVED_FROM, pack, unpack
+from clusterddp.checkpoint.packing import SAVED_FROM, Packed, pack
 
 #: An attribute of a tensor, because the tensor passes through ``load_state_dict`` methods of torch and of the script,
 #: which pass on only tensors. A copy that one of them makes lacks the attribute.
@@ -33,8 +33,8 @@ def take_over(tensor: torch.Tensor) -> bool:
 
 def copied(state: Mapping[str, Any]) -> Any:
     """A copy of a state in which each tensor has its own memory. Tied tensors stay tied."""
-    plain, tensors = pack(state)
-    return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
+    packed = _packed(state)
+    return packed.unpacked({name: tensor.clone() for name, tensor in packed.tensors.items()})
 
 
 def placed(state: Mapping[str, Any], present: Callable[[], Any], kept: Set[int] = frozenset()) -> Any:
@@ -43,16 +43,21 @@ def placed(state: Mapping[str, Any], present: Callable[[], Any], kept: Set[int] 
 
     Tensors whose id is ``kept`` are not copied.
     """
-    plain, tensors = pack(state)
+    packed = _packed(state)
     devices = _devices(present) if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in packed.tensors.items():
         device = devices.get(name) or _saved_device(tensor)
         if id(tensor) in kept or (device == tensor.device and take_over(tensor)):
             found[name] = tensor
         else:
             found[name] = tensor.to(device, copy=True)
-    return unpack(plain, found)
+    return packed.unpacked(found)
+
+
+@torch.no_grad()
+def _packed(state: Any) -> Packed:
+    return Packed(state)
 
 
 def _devices(present: Callable[[], Any]) -> dict[str, torch.device]:

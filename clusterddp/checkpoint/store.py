@@ -1,9 +1,10 @@
 """The checkpoint files of a run: which ones count, how one is committed, what deletes one. Without torch.
 
-A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (format: ``file_format.py``). It is written to
-a temporary file beside it, read back, synced and renamed. Then the folder is synced, and only then older ones are
-deleted. A superseded attempt may still write. Its number is in the file name, and the *lineage* of a later attempt (the
-checkpoint that it resumed from, the one that this attempt resumed from, ...) excludes files that it wrote too late.
+A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (format: ``file_format.py``), or for a sharded
+model a folder (``sharded/folder.py``). The file is written to a temporary one beside it, read back, synced and renamed.
+Then the folder is synced, and only then older ones are deleted. A superseded attempt may still write. Its number is in
+the file name, and the *lineage* of a later attempt (the checkpoint that it resumed from, the one that this attempt
+resumed from, ...) excludes files that it wrote too late.
 
 The class ``Checkpoints`` says what deletes a checkpoint, and what is never deleted.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.sharded.folder import NAME, ShardedCheckpoint, remove_empty, unfinished
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
@@ -121,11 +123,21 @@ class Checkpoints:
         included, such as one that was killed in its first save. If such an attempt is still alive, it is superseded and
         could not commit.
         """
+        self.delete_incomplete()
+        return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
+
+    def sharded(self, step: int) -> ShardedCheckpoint:
+        """This attempt's checkpoint of a sharded model, which may not exist yet."""
+        return ShardedCheckpoint(self._path(step).with_suffix(""), step, self._attempt)
+
+    def delete_incomplete(self, being_written: Path | None = None) -> None:
+        """Deletes the incomplete files of this attempt and earlier ones, but not those in ``being_written``."""
         for attempt, path in incomplete(self._directory):
-            if attempt <= self._attempt:
+            if attempt <= self._attempt and path.parent != being_written:
                 self.check_newest()
                 unlink(path)
-        return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
+                if path.parent != self.folder:
+                    remove_empty(path.parent)
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
         """Gives a complete, synced file its final name, durably. Call ``delete_old`` afterwards.
@@ -218,6 +230,10 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
     for path in retrying(folder, lambda: _paths_in(folder)):
         if match := _NAME.fullmatch(path.name):
             yield Checkpoint(path, int(match[1]), int(match[2]))
+        elif match := NAME.fullmatch(path.name):
+            sharded = ShardedCheckpoint(path, int(match[1]), int(match[2]))
+            if exists(sharded.manifest_file):
+                yield sharded
 
 
 def _paths_in(folder: Path) -> list[Path]:
@@ -234,6 +250,8 @@ def incomplete(directory: RunDirectory) -> Iterator[tuple[int, Path]]:
     for path in _paths_in(folder):
         if match := _TEMPORARY.fullmatch(path.name):
             yield int(match[1]), path
+        elif match := NAME.fullmatch(path.name):
+            yield from ((int(match[2]), file) for file in unfinished(path))
 
 
 def of_run(directory: RunDirectory) -> Checkpoints:

@@ -1,4 +1,4 @@
-"""The writer: a process without torch that saves the snapshots of rank 0, and outlives the rank.
+"""The writer: a process without torch that saves the snapshots of a rank, and outlives the rank.
 
 ``python -m clusterddp.checkpoint.writer SOCKET MEMORY``, both file descriptors. The first line on the socket names the
 run and the attempt. Each further line is a request, followed by the bytes that precede the data in the file. Each save
@@ -21,9 +21,11 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.sharded.rank_files import RankFiles
 from clusterddp.checkpoint.store import FULL, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
@@ -118,6 +120,8 @@ class Writer:
         if first["folder"] is not None:
             hold_open(directory.path, first["folder"])
         self._checkpoints = Checkpoints(directory, first["attempt"], Keep(**first["keep"]))
+        #: The files of a rank that writes a part of each checkpoint. None on a rank that writes all of it.
+        self._rank_files = None if first["rank"] is None else RankFiles(self._checkpoints, first["rank"])
         self._metrics = directory.metrics_file
 
     def handle(self, request: dict[str, Any], messages: Messages) -> None:
@@ -125,6 +129,9 @@ class Writer:
         beginning = messages.take(request.get("beginning", 0))
         self.hurry()  # a save in progress, which is answered before the next one, but may still be deleting
         if "step" not in request:
+            return
+        if "manifest" in request:
+            self._save_manifest(request["step"], beginning)
             return
         self._urgent.clear()
         self._work = self._save(request, beginning)
@@ -158,7 +165,7 @@ class Writer:
         deleted: list[int] = []
         try:
             written = yield from self._commit_with_room(request["step"], beginning, self._data(size), deleted)
-            answer = {"step": request["step"], "bytes": written, "at": time.monotonic()}
+            answer = {"step": request["step"], "at": time.monotonic(), **written}
         except Superseded as error:
             answer = {"superseded": str(error)}
         except file_format.Damaged as error:
@@ -168,32 +175,58 @@ class Writer:
         except OSError as error:
             answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size), "disk": True}
         answer |= {"deleted": deleted} if deleted else {}
-        awaited, committed = self._urgent.is_set(), "step" in answer
+        awaited, committed = self._urgent.is_set(), "step" in answer and self._rank_files is None
         if committed and not awaited:
             self._delete_old()
+        self._answer(answer)
+        if committed and awaited:  # deleting takes time, for which the rank should not wait
+            self._delete_old()
+
+    def _save_manifest(self, step: int, manifest: bytes) -> None:
+        """Commits a sharded checkpoint, all of whose files are durable."""
+        assert self._rank_files is not None
+        answer: dict[str, Any]
+        try:
+            size = self._rank_files.commit_manifest(step, manifest).size
+            answer = {"step": step, "bytes": size, "at": time.monotonic()}
+        except Superseded as error:
+            answer = {"superseded": str(error)}
+        except OSError as error:
+            answer = {"failed": self._checkpoints.why_not(error, len(manifest)), "disk": True}
+        self._answer(answer)
+        if "step" in answer:
+            self._delete_old()
+
+    def _answer(self, answer: dict[str, Any]) -> None:
         try:
             self._connection.sendall((json.dumps(answer) + "\n").encode())
         except OSError:
             pass  # the rank has exited; the checkpoint is committed
-        if committed and awaited:  # deleting takes time, for which the rank should not wait
-            self._delete_old()
 
     def _commit_with_room(
         self, step: int, beginning: bytes, data: memoryview, deleted: list[int]
-    ) -> Generator[None, None, int]:
+    ) -> Generator[None, None, dict[str, int]]:
         """``_commit``. On a full disk deletes older checkpoints, and adds their steps to ``deleted``."""
         needed = len(beginning) + len(data)
         while True:
             try:
                 return (yield from self._commit(step, beginning, data))
             except OSError as error:
-                if error.errno not in FULL or (room := self._checkpoints.make_room(needed, error.errno)) is None:
+                if not self._is_first or error.errno not in FULL:
+                    raise
+                if (room := self._checkpoints.make_room(needed, error.errno)) is None:
                     raise
                 deleted.append(room)
 
-    def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
-        """Writes, verifies and commits the snapshot, chunk by chunk. Returns the file's size in bytes."""
-        temporary = self._checkpoints.temporary(step)
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the writer of rank 0."""
+        return self._rank_files is None or self._rank_files.rank == 0
+
+    def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, dict[str, int]]:
+        """Writes, verifies and commits the snapshot, chunk by chunk. Returns the file's size, and of a rank's own file
+        its checksum."""
+        temporary = (self._rank_files or self._checkpoints).temporary(step)
         try:
             with open(temporary, "x+b", buffering=0, opener=create_file) as file:
                 try:
@@ -205,14 +238,17 @@ class Writer:
                 finally:
                     self._helper.submit(int).result()  # the helper no longer uses this file
             try:
-                with suppress(FileNotFoundError), open_binary(self._metrics) as file:  # rank 0 has written them
-                    os.fsync(file.fileno())
+                if self._is_first:
+                    with suppress(FileNotFoundError), open_binary(self._metrics) as file:  # rank 0 has written them
+                        os.fsync(file.fileno())
             except OSError as error:
                 raise _MetricsNotSynced(f"could not sync the metrics up to this step ({error.strerror})") from error
         except BaseException:
             unlink(temporary)
             raise
-        return self._checkpoints.commit(temporary, step).size
+        if self._rank_files is not None:
+            return asdict(self._rank_files.commit(temporary))
+        return {"bytes": self._checkpoints.commit(temporary, step).size}
 
     def _data(self, size: int) -> memoryview:
         """The snapshot. It stays mapped between saves, because the first access to a page is slow."""

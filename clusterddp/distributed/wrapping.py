@@ -108,6 +108,11 @@ def _check_unwrapped(model: torch.nn.Module) -> None:
             f"wrap() received a module of type {type(model).__name__}, which is or contains a DDP module. Pass the "
             "bare model"
         )
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise TypeError(
+            f"wrap() received a module of type {type(model).__name__} that is already sharded, by fully_shard for "
+            "example. FSDP averages its gradients, so pass it to ctx.run() without wrap()"
+        )
     if _is_wrapped(model):
         gc.collect()  # the script may have dropped the wrapper
     if _is_wrapped(model):

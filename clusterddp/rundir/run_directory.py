@@ -195,7 +195,7 @@ class RunDirectory:
     whose only evidence is exit code 0, which may mean something else.
     """
     checkpoints = _Below("checkpoints")
-    """The checkpoints, ``step-<12 digits>.attempt-<n>.safetensors``."""
+    """The checkpoints, ``step-<12 digits>.attempt-<n>.safetensors``, or a folder without that suffix for each."""
     logs = _Below("logs")
     """The output of ranks and jobs.
 

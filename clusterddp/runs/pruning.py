@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.sharded.folder import remove_empty
 from clusterddp.checkpoint.store import Checkpoints, incomplete, of_run, with_recorded_best
 from clusterddp.errors import CheckpointError, ClusterddpError, RunDirectoryError
 from clusterddp.jobdef import code_snapshot
@@ -55,7 +56,7 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool) -> Plan:
     keep = with_recorded_best(load_resolved(run.job_file).checkpoint.keep, of_run(run).candidates())
     checkpoints = Checkpoints(run, run.newest_attempt() or 0, replace(keep, last=keep_checkpoints, every=None))
     old = checkpoints.old()
-    paths = [checkpoint.path for checkpoint in old] + [path for _, path in incomplete(run)]
+    paths = [path for checkpoint in old for path in checkpoint.files] + [path for _, path in incomplete(run)]
     folders = [run.attempt_logs(number) for number in old_logs(run, keep=1)] if logs else []
     return Plan(
         run,
@@ -121,5 +122,7 @@ def _delete(plan: Plan) -> None:
             raise RunDirectoryError(f"{plan.run}: {error}. Its older checkpoints are kept") from error
     for path in plan.files:
         unlink(path)
+        if path.parent != plan.run.checkpoints:  # the folder of a sharded model
+            remove_empty(path.parent)
     for folder in plan.folders:
         delete_folder(folder)

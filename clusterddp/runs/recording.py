@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.sharded.folder import ShardedCheckpoint
 from clusterddp.checkpoint.store import Checkpoints, choose
 from clusterddp.errors import (
     CheckpointError,
@@ -80,13 +81,18 @@ def copy_checkpoint(text: str, into: RunDirectory) -> str:
     number = into.create_attempt()
     checkpoints = Checkpoints(into, number, Keep())
     checkpoints.record_resume(None)
-    temporary = checkpoints.temporary(source.step)
     try:
-        copy_file(source.path, temporary)
-        Checkpoint(temporary, source.step, number).verify()
+        if isinstance(source, ShardedCheckpoint):
+            copy = checkpoints.sharded(source.step)
+            source.copy_to(copy)
+            copy.verify()
+        else:
+            temporary = checkpoints.temporary(source.step)
+            copy_file(source.path, temporary)
+            Checkpoint(temporary, source.step, number).verify()
+            checkpoints.commit(temporary, source.step)
     except OSError as error:
         raise CheckpointError(f"cannot copy {source.path} into {into}: {error.strerror}") from error
-    checkpoints.commit(temporary, source.step)
     event = Forked(time=time.time(), attempt=number, step=source.step, source=str(run))
     append_line(into.events_file, encode(event))
     return sentence(event) or ""

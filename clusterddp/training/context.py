@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp import environment
 from clusterddp.checkpoint.parts import Stateful
 from clusterddp.checkpoint.restore import newest_progress
+from clusterddp.checkpoint.sharded.sharding import Sharding
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
@@ -415,11 +416,13 @@ class Context(Loaders):
             parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
                 ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
                 ``load_state_dict``. Also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
-                None is ignored. Random generators of torch, numpy and ``random`` are parts, too.
+                None is ignored. Random generators of torch, numpy and ``random`` are parts, too. A model that torch's
+                ``fully_shard`` has sharded is passed without ``wrap()``. Each rank saves and loads its own shards.
 
-        Raises TypeError for a part without a state and for a value that cannot be saved, ValueError for a wrong
-        ``best``, RuntimeError when called twice, and CheckpointError when the checkpoint is damaged or does not fit the
-        parts, the seed or the dataset, or ``init_from`` does not fit. Stopped, on all ranks, if the run must stop.
+        Raises TypeError for a part without a state, a value that cannot be saved, and a model that is sharded in a
+        different way, ValueError for a wrong ``best``, RuntimeError when called twice and for a sharded model if torch
+        is too old, and CheckpointError when the checkpoint is damaged or does not fit the parts, the seed or the
+        dataset, or ``init_from`` does not fit. Stopped, on all ranks, if the run must stop.
         """
         if self._script_loop.run is not None:
             raise RuntimeError("ctx.run() was already called in this process. Pass all parts in one call")
@@ -430,16 +433,18 @@ class Context(Loaders):
             )
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
+        sharding = Sharding.of(named, self.world_size)
         start_warm = partial(warm_start.load, init_from, init_strict, named, self._group) if init_from else None
         values = Values(script_state)
         if self._agreement.boundary():
             self._stop_before_run()
-        self._services = self._start_services(named.values(), metric)
+        self._services = self._start_services(named.values(), metric, sharding)
         batches = training_loader(loader, self._group, self.seed, rng == "step")
         if self._settings.job.global_batch is not None and not isinstance(loader, Loader):
             because = "Only ctx.loader() makes batches of that size"
             self._report_unused(NotUsed(what="global_batch", given=self._settings.job.global_batch, because=because))
-        given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None, self._orders)
+        files = str(init_from) if init_from else None
+        given = Given(named, batches, rng, values, own, start_warm, files, self._orders, sharding)
         self._script_loop.run = run = _kind_of_run(self._settings)(given, self._services)
         return run
 
@@ -451,13 +456,13 @@ class Context(Loaders):
             say(f"stopped ({reason}) before the run began to train")
         raise Stopped(None, reason)
 
-    def _start_services(self, parts: Iterable[Stateful], best: str | None) -> Services:
+    def _start_services(self, parts: Iterable[Stateful], best: str | None, sharding: Sharding | None) -> Services:
         """Connects saving, timing and tracking. Raises ValueError for a ``best`` that names no metric or
         contradicts the job."""
         read, group, report, heartbeat = self._settings, self._group, self._history.report, self._heartbeat
         keep = with_best(read.job.checkpoint.keep, best, warns=group.rank == 0)
         settings = replace(read.job.checkpoint, keep=keep)
-        saver = Saver(self._process, read.run_dir, self.attempt, group, report, settings)
+        saver = Saver(self._process, read.run_dir, self.attempt, group, report, settings, sharding)
         times = step_times(parts, group.device, group.world_size)
         job = replace(read.job, seed=read.seed)
         tracking = Tracking(read.run_dir if group.rank == 0 else None, job, self.attempt, report)

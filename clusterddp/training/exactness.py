@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.packing import bits_of, pack
+from clusterddp.checkpoint.packing import Packed, bits_of
 from clusterddp.checkpoint.parts import Stateful
 from clusterddp.checkpoint.state_dict import parameters_of, state_of
 from clusterddp.distributed.process_group import ProcessGroup
@@ -121,13 +121,16 @@ def explanation_of_calls(counts: Mapping[int, int]) -> str:
 def _digest(part: Stateful) -> str | None:
     """Equal on two ranks for equal states, practically never for others. None if this rank cannot compute it.
 
-    For a model in DDP it covers the parameters: buffers are rank 0's, or the run reports them on its own.
+    For a model in DDP it covers the parameters: buffers are rank 0's, or the run reports them on its own. For a sharded
+    model, it covers what all ranks have.
     """
     try:
         in_ddp = isinstance(part, torch.nn.Module) and ddp_modules(part)
-        plain, tensors = pack(parameters_of(part) if in_ddp else state_of(part))  # type: ignore[arg-type]
+        with torch.no_grad():
+            packed = Packed(parameters_of(part) if in_ddp else state_of(part))  # type: ignore[arg-type]
+        tensors = {name: tensor for name, tensor in packed.tensors.items() if name not in packed.sharded}
         facts = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
-        text = json.dumps([plain, facts, fingerprints(tensors.values())], sort_keys=True)
+        text = json.dumps([packed.plain(), facts, fingerprints(tensors.values())], sort_keys=True)
     except Exception:  # The script's own code may expect to run only on rank 0, which is no reason to end the run.
         return None
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -97,8 +97,8 @@ class Run:
         self._times.on_stall = lambda seconds: self._report(Stalled(seconds=seconds))
         self._enter("restoring")
         self._state = RunState(given, self._seed, self._group)
-        #: Whether all ranks take part in a save, because each has a state.
-        self._together = given.loader.per_rank_state or bool(given.per_rank)
+        #: Whether all ranks take part in a save, because each has a state, or a part of the model.
+        self._together = given.loader.per_rank_state or bool(given.per_rank) or given.sharding is not None
         #: The step being made; between two steps, and outside the loop, there is none.
         self._making: Step | None = None
         #: How often the script has asked for the place for an evaluation, in this attempt.

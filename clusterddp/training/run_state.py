@@ -14,6 +14,7 @@ from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.checkpoint.packing import pack
 from clusterddp.checkpoint.parts import RESERVED, Stateful
 from clusterddp.checkpoint.restore import Place
+from clusterddp.checkpoint.sharded.sharding import Sharding, local, reshard
 from clusterddp.checkpoint.state_dict import changed_dtypes, load_state, recast_parameters, state_of
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
@@ -58,6 +59,7 @@ class Given:
     warm_start: Callable[[], list[Loaded]] | None
     warm_start_files: str | None
     orders: BucketOrders
+    sharding: Sharding | None = None
 
 
 class RunState:
@@ -71,7 +73,7 @@ class RunState:
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group
-        self.per_rank = given.per_rank
+        self.per_rank, self._sharding = given.per_rank, given.sharding
         #: The number of completed steps.
         self.step = 0
         #: The checkpoint that this attempt resumed from.
@@ -88,7 +90,8 @@ class RunState:
         self._given = GivenValues(parts, loader.given, given.warm_start_files)
         #: What the script gave and the checkpoint replaced.
         self.unused: list[NotUsed] = []
-        self.before = BeforeStep(parts if group.rank == 0 else {}, values, self.attributes)
+        saves = group.rank == 0 or given.sharding is not None
+        self.before = BeforeStep(parts if saves else {}, values, self.attributes)
         self.divergence = Divergence({**parts, "script_state": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)
         self.orders = given.orders
@@ -101,6 +104,8 @@ class RunState:
 
         ``loop``: the step to which the script's loop runs.
         """
+        if self._sharding is not None:
+            reshard(self._parts)
         progress = {
             "step": self.step,
             **self._loader.progress(self.step),
@@ -243,7 +248,7 @@ class RunState:
         found = []
         for name, part in optimizers(self._parts).items():
             parameters = trained_parameters(part)
-            unsaved = sum(parameter.untyped_storage().data_ptr() not in storages for parameter in parameters)
+            unsaved = sum(local(one).untyped_storage().data_ptr() not in storages for one in parameters)
             if unsaved:
                 found.append(name)
                 say(

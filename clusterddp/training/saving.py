@@ -5,6 +5,7 @@ The best checkpoint is chosen by a metric that the script logs: ``ctx.run(best=.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -18,6 +19,8 @@ from typing import Any
 from clusterddp.checkpoint.checkpoint import Checkpoint
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
 from clusterddp.checkpoint.restore import Place, restore
+from clusterddp.checkpoint.sharded.client import ShardClient
+from clusterddp.checkpoint.sharded.sharding import Sharding
 from clusterddp.checkpoint.store import FULL, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.devices import device_thread
@@ -173,17 +176,23 @@ class Saver:
         group: ProcessGroup,
         report: Callable[[Reported], None],
         settings: Checkpointing,
+        sharding: Sharding | None = None,
     ) -> None:
         self._process = process
         self._group, self._report, self._settings = group, report, settings
+        self._sharding = sharding
         self._checkpoints: Checkpoints | None = None
+        #: On ranks that save: rank 0, and all ranks if the model is sharded.
+        self._client: CheckpointClient | ShardClient | None = None
+        if directory is not None and sharding is not None:
+            self._client = ShardClient(directory, attempt, settings.keep, group)
         #: The most steps that an earlier attempt made, saved or not; known to rank 0.
         self.steps_before = 0
         if directory is not None and group.rank == 0:
             self._directory = directory
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt, report)
-            self._checkpoint_client = CheckpointClient(directory, attempt, settings.keep, group.device)
+            self._client = self._client or CheckpointClient(directory, attempt, settings.keep, group.device)
             if group.world_size > 1:
                 self._metrics.receiver = Receiver(group.store, group.world_size, self._metrics.drain)
         #: Whether there is a run directory to save in.
@@ -211,6 +220,8 @@ class Saver:
         self._commits = 0
         #: Counts the other ranks that have made their last step, once this one has.
         self._arrived: str | None = None
+        #: In a commit, on rank 0: has the other ranks of a sharded model save the step, too.
+        self._have_others_save: Callable[[int], None] = lambda _: None
         #: Called with each committed step, on rank 0.
         self.on_commit: Callable[[int], None] = lambda _: None
         #: Around the copies of a state that lies on GPUs.
@@ -225,12 +236,17 @@ class Saver:
         """
         if not self.saves:
             return None
-        restored = restore(
-            self._checkpoints,
-            self._group.control_device,
-            self._report_damaged,
-            through=self._group.collective_device,
-        )
+        if self._sharding is not None:
+            from clusterddp.checkpoint.sharded.restore import restore_sharded  # which imports much of torch
+
+            restored = restore_sharded(self._checkpoints, self._sharding, self._group, self._report_damaged)
+        else:
+            restored = restore(
+                self._checkpoints,
+                self._group.control_device,
+                self._report_damaged,
+                through=self._group.collective_device,
+            )
         if restored is not None:
             self._committed = restored[1][1]
         return restored
@@ -254,9 +270,9 @@ class Saver:
         self._requested = True
 
     def prepare(self, state: State) -> None:
-        """Rank 0 prepares for the first save, once the state has its full size."""
-        if self._checkpoints is not None:
-            self._checkpoint_client.prepare(state())
+        """Prepares for the first save, once the state has its full size. Collective if the model is sharded."""
+        if self._client is not None:
+            self._client.prepare(state())
 
     def log_outside(self, step: int, logged: Logged) -> None:
         """Takes what rank 0 has logged outside a step, after ``step`` steps."""
@@ -298,7 +314,7 @@ class Saver:
         if self._checkpoints is None:
             return
         self._best.value = value
-        if self._best.better:
+        if self._best.better and self._sharding is None:  # else the other ranks would have to save as well
             self._take_answer(wait=True)
             self._save(step, state, urgent=last)
             if last:
@@ -306,9 +322,9 @@ class Saver:
 
     def is_idle(self, step: int) -> bool:
         """Whether ``save_if_due`` has no work here, as after most steps."""
-        if self._checkpoints is None:
+        if self._checkpoints is None or self._client is None:
             return True
-        return not (self._postponed or self._wants_this(step) or self._is_time() or self._checkpoint_client.busy)
+        return not (self._postponed or self._wants_this(step) or self._is_time() or self._client.busy)
 
     def save_if_due(self, step: int, state: State, due: bool = False, later: bool = False) -> None:
         """Rank 0 saves if a checkpoint is due, while the other ranks continue.
@@ -319,7 +335,10 @@ class Saver:
         be postponed, so training waits. If a save fails, that is reported, and training continues with the older
         checkpoint.
         """
-        if self._checkpoints is None:
+        if self._client is None:
+            return
+        if self._checkpoints is None:  # a rank of a sharded model
+            self._save_own(step, state, urgent=False)
             return
         this_step = due or self._wants_this(step)
         self._postponed = self._postponed + 1 if later and not self._best.better else 0
@@ -328,7 +347,7 @@ class Saver:
             self.look()
             return
         self._take_answer(wait=this_step)
-        if not self._checkpoint_client.busy and (this_step or self._is_time()):
+        if not self._client.busy and (this_step or self._is_time()):
             self._save(step, state, urgent=False)
 
     def due_together(self, step: int, asked: bool) -> bool:
@@ -347,8 +366,9 @@ class Saver:
         return bool(broadcast_json(due, self._group.control_device))
 
     def look(self) -> None:
-        """Rank 0 reports a save that has ended meanwhile. Raises Superseded."""
-        if self._checkpoints is not None:
+        """Rank 0 reports a save that has ended meanwhile, others tell it that their files are durable. Raises
+        Superseded."""
+        if self._client is not None:
             self._take_answer()
 
     def commit(self, step: int, state: State, stop: Callable[[], str | None] | None = None) -> Committed:
@@ -363,17 +383,43 @@ class Saver:
         self._commits += 1
         if self._sender is not None:
             self._sender.flush()
-        if self._group.rank != 0:
-            self._group.store.add(f"{key}/arrived", 1)
-        else:
-            self._arrived = f"{key}/arrived"
-            self._group.store.set(key, json.dumps(self._try_commit(step, state, stop)))
-            self._arrived = None
-        self._group.store.wait([key], NO_TIMEOUT)
-        verdict = json.loads(self._group.store.get(key))
+        verdict = self._follow(key, state) if self._group.rank else self._lead(key, step, state, stop)
         if "error" in verdict:
             raise {"Superseded": Superseded}.get(verdict["error"], CheckpointError)(verdict["message"])
         return Committed(**verdict)
+
+    def _lead(self, key: str, step: int, state: State, stop: Callable[[], str | None] | None) -> dict[str, Any]:
+        """Rank 0's part of a commit. Returns the verdict, for all ranks."""
+        turns = itertools.count()
+        if self._sharding is not None:
+            self._have_others_save = lambda step: self._group.store.set(f"{key}/{next(turns)}", json.dumps(step))
+        self._arrived = f"{key}/arrived"
+        verdict = self._try_commit(step, state, stop)
+        self._arrived, self._have_others_save = None, lambda _: None
+        self._group.store.set(f"{key}/{next(turns)}", json.dumps(verdict))
+        return verdict
+
+    def _follow(self, key: str, state: State) -> dict[str, Any]:
+        """The part of the other ranks, which save as often as rank 0 does if the model is sharded."""
+        self._group.store.add(f"{key}/arrived", 1)
+        if self._client is not None:
+            self._take_answer(wait=True)  # for which rank 0 may wait
+        for turn in itertools.count():
+            self._group.store.wait([f"{key}/{turn}"], NO_TIMEOUT)
+            told = json.loads(self._group.store.get(f"{key}/{turn}"))
+            if isinstance(told, dict):
+                return told
+            self._save_own(told, state, urgent=True)
+        raise AssertionError("unreachable")
+
+    def _save_own(self, step: int, state: State, urgent: bool) -> None:
+        """A rank other than 0 saves its part of a sharded model. An ``urgent`` one is durable, or has failed, then."""
+        assert self._client is not None
+        self._take_answer(wait=True)
+        with self.behind():
+            self._client.save(step, state(), {}, urgent)
+        if urgent:
+            self._take_answer(wait=True)
 
     @property
     def longest_save_s(self) -> float:
@@ -403,6 +449,10 @@ class Saver:
         """
         if self._sender is not None:
             self._sender.close()
+        if self._client is not None:
+            self._client.close()
+            if clean:
+                self._client.free()
         if self._checkpoints is not None:
             best = self._best.metric
             logged_it = self._best.exists or best in self._logged  # logged but not found: as NaN, or in no saved step
@@ -411,9 +461,6 @@ class Saver:
                 say(f"no step has logged {best!r}, the metric of the best checkpoint. Logged so far: {logged}")
                 if complete:
                     self._report(events.NoBest(metric=best, logged=sorted(self._logged)))
-            self._checkpoint_client.close()
-            if clean:
-                self._checkpoint_client.free()
             self._metrics.close(clean)
 
     # --- saving
@@ -440,8 +487,10 @@ class Saver:
         self._new_best = self._best.save()
         seconds = WAIT_S if urgent else BESIDE_S
         before = partial(self._complete, step, seconds)
+        assert self._client is not None
+        self._have_others_save(step)
         with self.behind():
-            self._checkpoint_client.save(step, state(), self._best.facts(), urgent, before)
+            self._client.save(step, state(), self._best.facts(), urgent, before)
         self._stall_s = time.monotonic() - started
         return None
 
@@ -492,9 +541,12 @@ class Saver:
         """Takes the writer's answer if the save under way is done. Returns why it failed, if it did."""
         with self._answering:
             asked_at = time.monotonic()
+            assert self._client is not None
             try:
-                saved = self._checkpoint_client.result(wait)
+                saved = self._client.result(wait)
             except NotSaved as error:
+                if self._checkpoints is None:  # rank 0 reports it
+                    return error
                 self._best.failed()
                 self._metrics.doubtful |= error.metrics
                 self._report_deleted(error.step, error.deleted)
@@ -504,7 +556,7 @@ class Saver:
             self._committed, self.last_save_s = saved.step, saved.at - self._saved_at
             waited_s = time.monotonic() - asked_at if wait else 0.0
             # A GPU makes the copies while the host continues, and trains only behind them.
-            self._stall_s, host_s = max(self._stall_s, self._checkpoint_client.copied_s), self._stall_s
+            self._stall_s, host_s = max(self._stall_s, self._client.copied_s), self._stall_s
             self._report_deleted(saved.step, saved.deleted)
             self._report(
                 events.Checkpoint(
@@ -524,7 +576,8 @@ class Saver:
         failed = None
         try:
             self._take_answer(wait=True)
-            if step != self._committed or self._requested:  # a request may have changed the state of that step
+            # A request may have changed the state of that step. The files of a sharded model are never replaced.
+            if step != self._committed or (self._requested and self._sharding is None):
                 failed = self._save(step, state, urgent=True) or self._take_answer(wait=True)
                 if failed is not None and failed.disk and stop is not None:
                     failed = self._retry(failed, state, stop)

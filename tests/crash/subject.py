@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from clusterddp.checkpoint.client import CheckpointClient
 from clusterddp.history.beginnings import Resumed, Started
 from clusterddp.history.checkpoints import Checkpoint, CheckpointFailed
 from clusterddp.history.ends import Completed, Failed
@@ -103,7 +104,8 @@ class Story:
 
     def _count(self) -> None:
         if self._made == self._stop_after:
-            writer = self._saver._checkpoint_client._writer if self._saver else None
+            client = self._saver._client if self._saver else None
+            writer = client._writer if isinstance(client, CheckpointClient) else None
             self._stop(writer.pid if writer and writer.poll() is None else None)
 
     def _submit(self) -> None:

@@ -1,0 +1,157 @@
+"""Models that torch's fully_shard has sharded: stopped and continued, on the same number of ranks and on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.rundir.run_directory import RunDirectory
+from tests import ddp
+from tests.wording import says
+
+SHARDED = Path(__file__).parents[1] / "scripts" / "sharded.py"
+
+
+def train(run_dir: Path, *options: object, ranks: int = 2, code: int = 0) -> ddp.Ranks:
+    return ddp.start(SHARDED, run_dir, *options, ranks=ranks, folder=run_dir.parent / "out").expect(code)
+
+
+def state(ranks: ddp.Ranks, moment: str) -> str:
+    """The step and the digest of the whole state that each rank has printed, the same on all."""
+    found = [line for rank in range(len(ranks.outputs)) for line in ranks.output(rank).splitlines()]
+    (one,) = {line for line in found if line.startswith(moment)}
+    return one.removeprefix(moment)
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in RunDirectory(run_dir).events() if event["event"] == name]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["indices"]) for line in RunDirectory(run_dir).metrics()]
+
+
+def check_stopped_equals_whole(folder: Path, *options: object, ranks: int = 2, inexact: int = 0) -> None:
+    """A run of 8 steps that is stopped in step 4 ends as one that is not."""
+    uninterrupted = train(folder / "whole", 8, *options, ranks=ranks)
+    train(folder / "stopped", 8, "--stop-in", 4, *options, ranks=ranks, code=75)
+    resumed = train(folder / "stopped", 8, *options, ranks=ranks)
+    assert state(resumed, "begin").split()[0] == "5"
+    (event,) = events(folder / "stopped", "resumed")
+    assert len(event["inexact"]) == inexact, event
+    assert not events(folder / "stopped", "diverged") and not events(folder / "stopped", "checkpoint_failed")
+    if not inexact:
+        assert state(resumed, "end") == state(uninterrupted, "end")
+        assert losses(folder / "stopped") == losses(folder / "whole")
+
+
+def test_a_preempted_run_equals_an_uninterrupted_one_and_torchs_own_reader_reads_its_checkpoint(tmp_path: Path) -> None:
+    check_stopped_equals_whole(tmp_path, "--every", 3)
+    run = RunDirectory(tmp_path / "stopped")
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "step-000000000005.attempt-0",
+        "step-000000000006.attempt-1",
+        "step-000000000008.attempt-1",
+    ]
+    # A model of its own, in one process without ranks, reads the same from both runs' files.
+    newest = read_by_torch(run.checkpoints / "step-000000000008.attempt-1")
+    other = read_by_torch(tmp_path / "whole" / "checkpoints" / "step-000000000008.attempt-0")
+    assert newest.keys() == other.keys()
+    assert [name for name, tensor in newest.items() if not torch.equal(tensor, other[name])] == []
+
+
+def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader, planner = HuggingFaceStorageReader(str(folder)), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    tensors = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in metadata.state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata) and name != "checksums"
+    }
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(tensors, metadata)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return tensors
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("columns", [[], ["--columns"]])
+def test_other_numbers_of_ranks_load_what_was_saved_to_the_last_bit(tmp_path: Path, columns: list[str]) -> None:
+    run_dir, ended, steps = tmp_path / "run", "", 0
+    for ranks in (2, 3, 1, 4):
+        steps += 3
+        trained = train(run_dir, steps, *columns, ranks=ranks)
+        if ended:
+            assert state(trained, "begin") == ended
+        ended = state(trained, "end")
+    samples = [line["indices"] for line in RunDirectory(run_dir).metrics()]
+    train(tmp_path / "whole", steps, *columns, ranks=2)
+    assert len(samples) == len(losses(tmp_path / "whole"))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ([], 3),
+        (["--columns"], 3),
+        (["--replicas", 2], 4),
+        (["--precision"], 2),
+        (["--evaluate"], 2),
+        (["--accumulate", 3], 2),
+    ],
+)
+def test_a_preempted_run_equals_an_uninterrupted_one(tmp_path: Path, options: list[Any], ranks: int) -> None:
+    check_stopped_equals_whole(tmp_path, *options, ranks=ranks)
+
+
+@pytest.mark.product
+def test_a_stop_between_gradients_that_are_not_reduced_yet_is_no_exact_resume(tmp_path: Path) -> None:
+    check_stopped_equals_whole(tmp_path, "--accumulate", 3, "--unsynced", inexact=1)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(("first", "second"), [(["--plain"], []), ([], ["--plain"])])
+def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path, first: list[str], second: list[str]) -> None:
+    train(tmp_path / "run", 2, *first)
+    said = train(tmp_path / "run", 4, *second, code=1)
+    says(next(line for line in said.output(0).splitlines() if "CheckpointError: " in line))
+
+
+@pytest.mark.product
+def test_ranks_with_different_tensors_fail_after_the_first_step(tmp_path: Path) -> None:
+    said = train(tmp_path / "run", 2, "--wrong", "keys", code=1)
+    says(next(line for line in said.output(0).splitlines() if "CheckpointError: " in line))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("damage", ["missing", "short", "changed", "foreign"])
+def test_the_checkpoint_before_counts_if_a_ranks_file_is_damaged(tmp_path: Path, damage: str) -> None:
+    before = train(tmp_path / "run", 6, "--every", 3)
+    newest = tmp_path / "run" / "checkpoints" / "step-000000000006.attempt-0"
+    file = newest / "rank-00001.safetensors"
+    data = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "short":
+        file.write_bytes(data[:-1])
+    elif damage == "changed":
+        changed = bytearray(data)
+        changed[len(data) // 2] ^= 1
+        file.write_bytes(changed)
+    else:
+        train(tmp_path / "other", 6, "--batch", 24)
+        file.write_bytes((tmp_path / "other" / "checkpoints" / newest.name / file.name).read_bytes())
+    again = train(tmp_path / "run", 6)
+    assert state(again, "begin").split()[0] == "3"
+    assert state(again, "end") == state(before, "end")
+    (event,) = events(tmp_path / "run", "checkpoint_damaged")
+    assert event["step"] == 6
+    says(event["reason"])

@@ -1,0 +1,125 @@
+"""A small training of a model that fully_shard has sharded, in which the tests of sharded models stop and continue.
+
+usage: sharded.py RUN_DIR STEPS [OPTIONS]. Each rank prints a digest of the whole state, gathered from all ranks, when
+it begins and when all steps are done.
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import clusterddp
+from clusterddp.jobdef.job import Checkpointing
+from tests.stops import request_stop
+
+parser = argparse.ArgumentParser()
+parser.add_argument("run_dir", type=Path)
+parser.add_argument("steps", type=int)
+parser.add_argument("--every", type=int)
+parser.add_argument("--stop-in", type=int, help="the step in which a rank sends itself a TERM")
+parser.add_argument("--batch", type=int, default=12, help="samples per step, of all ranks together")
+parser.add_argument("--replicas", type=int, default=1, help="HSDP")
+parser.add_argument("--accumulate", type=int, default=1, help="steps of the loop for each of the optimizer's")
+parser.add_argument("--unsynced", action="store_true", help="reduces gradients only before the optimizer's step")
+parser.add_argument("--precision", action="store_true", help="computes in bfloat16")
+parser.add_argument("--columns", action="store_true", help="shards some weights in the second dimension")
+parser.add_argument("--evaluate", action="store_true", help="before each step")
+parser.add_argument("--plain", action="store_true", help="DDP instead")
+parser.add_argument("--wrong", help="what the ranks do not agree on")
+options = parser.parse_args()
+
+
+class Net(nn.Module):
+    """A tied weight, a buffer, and weights whose rows no number of ranks from 2 to 4 divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 48)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Dropout(0.2)) for _ in range(2))
+        self.norm = nn.LayerNorm(48)
+        self.head = nn.Linear(48, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += 1
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def whole(value):
+    """Of a DTensor, all of it."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def digest():
+    found = hashlib.blake2b(digest_size=8)
+
+    def add(path, value):
+        if isinstance(value, dict):
+            for key in value:
+                add(f"{path}.{key}", value[key])
+        elif isinstance(value, torch.Tensor):
+            found.update(path.encode() + whole(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(f"{path} {value}".encode())
+
+    add("", {name: part.state_dict() for name, part in parts.items()})
+    return found.hexdigest()
+
+
+ctx = clusterddp.init(
+    seed=3, run_dir=options.run_dir, checkpoint=Checkpointing(every_steps=options.every, every_s=None)
+)
+torch.manual_seed(0)
+model = Net()
+if options.wrong == "keys" and ctx.rank == 1:
+    model.register_buffer("only_here", torch.zeros(1))
+if options.plain:
+    model = ctx.wrap(model)
+else:
+    names = ("replicas", "shards") if options.replicas > 1 else ("shards",)
+    shape = (options.replicas, ctx.world_size // options.replicas)[-len(names) :]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.precision else MixedPrecisionPolicy()
+    given = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), "mp_policy": policy}
+    if options.columns:
+        from torch.distributed.tensor import Shard
+
+        given["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.shape == (48, 48) else None
+    for block in model.blocks:
+        fully_shard(block, **given)
+    fully_shard(model, **given)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+data = [(torch.randint(11, (5,), generator=torch.Generator().manual_seed(i)), i) for i in range(50)]
+loader = ctx.loader(data, batch_size=options.batch // ctx.world_size)
+run = ctx.run(**parts, loader=loader)
+print(f"begin {run.step} {digest()}", flush=True)
+for x, indices in run.steps(options.steps):
+    if run.step == options.stop_in and ctx.rank == ctx.world_size - 1:
+        request_stop(ctx)
+    if options.evaluate and run.every(steps=1):
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+    last = (run.step + 1) % options.accumulate == 0
+    if options.unsynced:
+        model.set_requires_gradient_sync(last)
+    loss = nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    loss.backward()
+    if last:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    run.log(loss=loss, indices=indices.sum())
+print(f"end {run.step} {digest()}", flush=True)
