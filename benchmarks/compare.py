@@ -7,7 +7,7 @@ pairs of neighbours. By the 95% interval of its median a row is
 
 - **slower**: the loss is at least 10%, as the whole interval is above 1.10;
 - not slower: the whole interval is below 1.10;
-- cannot tell: 1.10 is in the interval. More ``--pairs`` make it narrower.
+- cannot tell: 1.10 is in the interval. More ``--pairs`` make it narrower. Two tell only where both agree closely.
 
 A row that one side alone has is listed, and not judged. Exit code 1 if a row is slower, 2 if a benchmark failed.
 """
@@ -128,7 +128,7 @@ def loss(before: dict[str, Any], after: dict[str, Any]) -> float:
 
 def judged(values: Sequence[float]) -> tuple[str, float, float]:
     """What the losses of a row say, and their interval."""
-    low, high = common.bootstrap_interval(values)
+    low, high = common.median_interval(values)
     return SLOWER if low > LOSS else NOT_SLOWER if high < LOSS else CANNOT_TELL, low, high
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,8 +18,6 @@ from benchmarks.peers.schedules import CELL_S, EPOCHS, PER_EPOCH, SAVE_EPOCHS, S
 OURS = "clusterddp"
 #: The effective training time of ours under a preemption every 60 s, over its bound.
 ALLOWED = 0.97
-#: Cells from which on the bar is judged.
-LEAST = 3
 #: Starts take longer on a busier machine: a cell is compared with the limit's cells that ran beside it for such a share
 #: of its time; where there are none, with those that began within so many seconds.
 BESIDE, NEAR_S = 0.5, 900.0
@@ -136,9 +133,7 @@ class Matrix:
             limits = [cell["wall_s"] * self.of_bound(cell) for cell in done]
             words = f"wall time, {SCHEDULES[schedule].words}"
             allowed = 1 / ALLOWED if schedule == "preempt-60" else None
-            row = paired(words, "s", [cell["wall_s"] for cell in done], limits, LIMIT_IS, allowed=allowed)
-            # One cell has an interval of no width, which tells nothing.
-            found.append(replace(row, met=row.met if len(done) >= LEAST else None))
+            found.append(paired(words, "s", [cell["wall_s"] for cell in done], limits, LIMIT_IS, allowed=allowed))
         ours, limit = (
             [gap for name in ("preempt", "preempt-60") for cell in self.of(peer, name) for gap in cell["gaps_s"]]
             for peer in (OURS, LIMIT.name)

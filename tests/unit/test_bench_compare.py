@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import common, compare
 from benchmarks.measuring import Benchmark
 from tests.wording import raises
 
@@ -55,6 +55,19 @@ def test_noise_alone_is_not_flagged_and_a_bar_within_the_interval_cannot_be_told
         noise = [generator.lognormvariate(0, 0.05) for _ in range(4)]
         assert compare.judged(noise)[0] != compare.SLOWER
     assert compare.judged([1.0, 1.05, 1.15, 1.2])[0] == compare.CANNOT_TELL
+    assert compare.judged([1.395, 1.502])[0] == compare.CANNOT_TELL
+    assert compare.judged([1.5])[0] == compare.CANNOT_TELL
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+def test_the_interval_of_a_row_contains_its_median_in_95_percent_of_all_cases(number: int) -> None:
+    """Also of a few pairs, whose smallest and largest value are an interval of much less."""
+    generator = random.Random(number)
+    held = 0
+    for _ in range(1000):
+        low, high = common.median_interval([generator.gauss(1.0, 0.3) for _ in range(number)])
+        held += low <= 1.0 <= high
+    assert held >= 930
 
 
 def test_a_rate_that_falls_is_a_loss() -> None:
