@@ -210,6 +210,12 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     stepd = random.Random(f"stepd {plan.seed}")
     if plan.job_nodes > 1 and stepd.random() < 0.06:
         faults.append(Fault(length * 1.2 * stepd.random(), "kill a stepd", stepd.getrandbits(32)))
+    unanswered = random.Random(f"unanswered {plan.seed}")
+    if unanswered.random() < 0.004:  # a scancel between a requeue without an answer and the next one
+        requeue = MOMENTS[0]
+        faults.append(Fault(8 + 15 * unanswered.random(), "requeue", unanswered.getrandbits(32), "start 1"))
+        faults.append(Fault(0.0, "answers lost", unanswered.getrandbits(32), requeue))
+        faults.append(Fault(12 * unanswered.random(), "scancel", unanswered.getrandbits(32), requeue))
     return replace(
         plan,
         settings=settings,

@@ -621,6 +621,9 @@ class Invariants:
         self._check_refused(events)
         self._check_hand_overs(events)
         started = [event for event in events if event["event"] == "started"]
+        limit = history.plan.limits.attempts
+        if limit is not None and "disk errors" not in faults and len({event["attempt"] for event in started}) > limit:
+            self._violated("limits", f"more than {limit} attempts")
         for name, (first, last, count) in history.slurm.asked.items():
             begun = sum(f"job {event.get('job')}.{event.get('restarts')}" == name for event in started)
             most = ASKED + begun * ASKED_AGAIN + (last - first) / ASKED_EVERY_S
