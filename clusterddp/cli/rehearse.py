@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS, UsageError
-from clusterddp.jobdef.checkout import checkout_of
-from clusterddp.jobdef.job import Job
 from clusterddp.rehearsal.certificate import VERDICTS, Subject, as_json, page, place, rows
 from clusterddp.rehearsal.conductor import Conductor
 from clusterddp.rehearsal.confinement import is_available
@@ -23,7 +21,7 @@ from clusterddp.rehearsal.facts import Place
 from clusterddp.rehearsal.rehearsal import Rehearsal, rehearse
 from clusterddp.rehearsal.supervised import SupervisedConductor
 from clusterddp.rehearsal.trial import Stimulus
-from clusterddp.rehearsal.workspace import workspace_of
+from clusterddp.rehearsal.workspace import program_of, workspace_of
 from clusterddp.reporter import counted, put, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.runs.local import without_clusterddp
@@ -96,13 +94,14 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
             )
         scrub_job_variables()
         check(job, None, place="--local")
-    workspace = workspace_of(_folder(job), checkout_of(job, []))
+    workspace = workspace_of(job)
+    code = workspace.digest()
     folder = Path(tempfile.mkdtemp(prefix="rehearse-"))
     if len(str(folder)) > _LONGEST_FOLDER:
         folder.rmdir()
         raise UsageError(f"TMPDIR is {folder.parent}, which is too long for the path of a socket. Set a shorter one")
     try:
-        command = _command(job, workspace.root)
+        command = [*program_of(job, workspace.root), *job.args]
         given = {"steps": arguments.steps, "limit_s": arguments.limit}
         conductor = (
             SupervisedConductor(folder, workspace, command, job, **given)
@@ -117,22 +116,24 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     subject = Subject(
-        arguments.target,
-        job.args,
-        workspace.root,
-        workspace.commit,
-        arguments.gpus,
-        arguments.notice,
-        is_available(),
-        under,
+        script=arguments.target,
+        program=" ".join(program_of(job, workspace.root)),
+        arguments=job.args,
+        root=workspace.root,
+        commit=workspace.commit,
+        code=code,
+        ranks=arguments.gpus,
+        notice_s=arguments.notice,
+        confined=is_available(),
+        mode=under,
     )
     _print(subject, found)
     write_atomically(output / "rehearsal.json", json.dumps(as_json(subject, found), indent=1).encode() + b"\n")
     write_atomically(output / "rehearsal.html", page(subject, found).encode())
     show(f"Certificate: {output / 'rehearsal.json'}, {output / 'rehearsal.html'}")
-    if found.unlike is not None:
-        return NOT_REPEATABLE
-    return RESUME_DIFFERS if found.findings else 0
+    if found.findings:
+        return RESUME_DIFFERS
+    return 0 if found.unlike is None else NOT_REPEATABLE
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -173,25 +174,12 @@ def _moment(text: str) -> Stimulus:
         ) from None
 
 
-def _folder(job: Job) -> Path:
-    """The folder of the script. Python finds a module in the current folder."""
-    return Path(job.script).resolve().parent if job.script else Path.cwd()
-
-
-def _command(job: Job, root: Path) -> list[str]:
-    """The script, by its path below ``root``, or the module, and the arguments."""
-    if job.script is None:
-        return ["-m", str(job.module), *job.args]
-    return [str(Path(job.script).resolve().relative_to(root)), *job.args]
-
-
 def _print(subject: Subject, found: Rehearsal) -> None:
     if found.unlike is not None:
         put(
-            f"{subject.script} is not repeatable: two undisturbed runs differ in step {found.unlike}. Seed all random "
-            "generators, so that a restart can be compared"
+            f"{subject.script} is not repeatable: two undisturbed runs differ in step {found.unlike}. Weights and "
+            "losses were not compared. Seed all random generators, so that they can be"
         )
-        return
     lines = rows(found)
     width = max((len(what) for what, _, _ in lines), default=0)
     for what, outcome, how in lines:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from clusterddp.cli.options import add_arguments as add_arguments
@@ -35,6 +36,7 @@ from clusterddp.runs.submission import (
 )
 from clusterddp.runs.sweep_members import Definition, argument_of, default_name, jobs_of, keys_of, named, of_options
 from clusterddp.runs.sweep_submission import Sweep, SweepFolder, check_marks, make_plan, planned, tell
+from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_job_variables
 from clusterddp.supervisor import lease
 
@@ -144,6 +146,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
             return show_estimates(job, batch_script(replace(job, time_min_s=None), run, Path.cwd()))
         print(batch_script(job, run, Path.cwd()))
         return 0
+    tell_of_rehearsal(job)
     rank = arguments.debug
     run, job_id = submit_to_slurm(job, arguments.run_dir, recording.Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
@@ -163,6 +166,19 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
             return INTERRUPTED
         return code if code in (0, UNCONFIRMED, INTERRUPTED) else FAILED
     return 0
+
+
+def tell_of_rehearsal(job: Job) -> None:
+    """Says if a script that may be preempted was not rehearsed as it is now, or did not survive its rehearsal."""
+    from clusterddp.rehearsal.validity import remark
+    from clusterddp.slurm.configuration import preemption
+
+    if (words := remark(job)) is None:
+        return
+    partition, qos = job.partition or os.environ.get("SBATCH_PARTITION"), job.qos or os.environ.get("SBATCH_QOS")
+    policy = slurm.patiently(partial(preemption, partition, qos))
+    if policy.mode in ("REQUEUE", "CANCEL"):
+        show(f"{policy.partition} preempts jobs, and {words}")
 
 
 def show_estimates(job: Job, script: str) -> int:
@@ -216,6 +232,7 @@ def submit_sweep(arguments: argparse.Namespace, job: Job, definition: Definition
 
 def submit_members(sweep: Sweep) -> int:
     """Submits the members as job arrays and prints the job ids. The exit code is 75 if Slurm took only some of them."""
+    tell_of_rehearsal(sweep.job)
     with planned(sweep) as plan:
         tell(sweep, plan)
         if plan.is_new:

@@ -78,6 +78,14 @@ def checkout_of(job: Job, runs: Iterable[Path], source: Path | None = None) -> C
     return found
 
 
+def find_checkout(job: Job) -> Checkout | None:
+    """The same, of any size, and without a message. None also where git does not work."""
+    program = _program(job, None)
+    with suppress(_GitFailed):
+        return None if program is None else _read(program, ())
+    return None
+
+
 def _program(job: Job, source: Path | None) -> Path | None:
     """The file or folder of the job's code, with a real folder. None for what comes with clusterddp, or is unknown."""
     path = Path(job.script) if job.script else source or _module_file(str(job.module).partition(".")[0])
@@ -165,9 +173,14 @@ def _only_linked(root: Path, untracked: Iterable[str]) -> Iterator[str]:
             yield name
         for folder in path.parents:
             if folder not in known:
-                known[folder] = (root / folder / "job.yaml").exists() and (root / folder / "private").is_dir()
+                known[folder] = is_run(root / folder)
             if known[folder] and folder != Path():
                 yield str(folder)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (folder / "job.yaml").exists() and (folder / "private").is_dir()
 
 
 def _escaped(name: str) -> str:

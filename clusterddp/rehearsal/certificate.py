@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import platform
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,14 +21,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Subject:
-    """What was rehearsed, and how. ``commit``: of the script's repository. ``confined``: whether the kernel refused
+    """What was rehearsed, and how. ``script``: as given. ``program``: its path below ``root``, or ``-m MODULE``.
+    ``commit``: of the script's repository. ``code``: the digest of the code. ``confined``: whether the kernel refused
     writes outside the copy of the script's folder. ``mode``: what started the script again, ``slurm`` or
     ``clusterddp``."""
 
     script: str
+    program: str
     arguments: Sequence[str]
     root: Path
     commit: str | None
+    code: str
     ranks: int
     notice_s: float
     confined: bool
@@ -38,15 +42,19 @@ def as_json(subject: Subject, rehearsal: Rehearsal) -> dict[str, Any]:
     """The content of ``rehearsal.json``."""
     return {
         "rehearsal": FORMAT,
+        "made": round(time.time()),
         "script": subject.script,
+        "program": subject.program,
         "arguments": list(subject.arguments),
         "mode": subject.mode,
         "ranks": subject.ranks,
         "notice_s": subject.notice_s,
         "commit": subject.commit,
+        "code": subject.code,
         "confined": subject.confined,
         "versions": {"clusterddp": __version__, "python": platform.python_version(), "torch": _version("torch")},
         "repeatable": rehearsal.unlike is None,
+        "differs_in_step": rehearsal.unlike,
         "steps": rehearsal.script.steps,
         "starts": rehearsal.starts,
         "seconds": round(rehearsal.seconds, 1),
@@ -102,7 +110,7 @@ VERDICTS = {
     "wrong_result": "continues with a wrong result",
     "repeats_work": "repeats work",
     "untidy": "survives, and leaves something behind",
-    "not_repeatable": "is not repeatable undisturbed, so nothing else was compared",
+    "not_repeatable": "survives what was tried, as far as a script that is not repeatable can be compared",
     "unfinished": "could not be disturbed",
 }
 
@@ -131,11 +139,14 @@ def page(subject: Subject, rehearsal: Rehearsal) -> str:
     """The certificate as one HTML file."""
     facts = {
         "Script": " ".join([subject.script, *subject.arguments]),
+        "Made": time.strftime("%Y-%m-%d %H:%M"),
         "Commit": subject.commit or "none",
+        "Code": subject.code,
         "Started again by": {"slurm": "Slurm alone"}.get(subject.mode, subject.mode),
         "Ranks": str(subject.ranks),
         "Notice": f"{subject.notice_s:g} s",
         "Steps": str(rehearsal.script.steps),
+        "Repeatable": "yes" if rehearsal.unlike is None else not_repeatable(rehearsal.unlike),
         "Starts": f"{rehearsal.starts}, {rehearsal.seconds:.0f} s in all",
         "Writes outside the copy": "refused by the kernel" if subject.confined else "not prevented",
         "Versions": f"clusterddp {__version__}, Python {platform.python_version()}, torch {_version('torch')}",
@@ -158,6 +169,11 @@ def page(subject: Subject, rehearsal: Rehearsal) -> str:
         table=table,
         findings=f"<h2>Findings</h2><ul>{findings}</ul>" if findings else "",
     )
+
+
+def not_repeatable(step: int) -> str:
+    """Says so, and what was not compared."""
+    return f"no: two undisturbed runs differ in step {step}, so weights and losses were not compared"
 
 
 def place(file: str | None, line: int | None) -> str:

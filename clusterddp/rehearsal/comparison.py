@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.rehearsal.facts import Loaded, Logged, Renamed, SaveBegan, Saved, States, StepMade
-from clusterddp.rehearsal.trial import Start, Trial
+from clusterddp.rehearsal.trial import Start, Trial, Undisturbed
 
 
 class Result(enum.Enum):
@@ -126,11 +126,14 @@ def _loaded(start: Start, ledger: Ledger) -> Loaded | None:
     return next(iter([*reversed(best), *reversed(whole), *reversed(loads)]), None)
 
 
-def result_of(undisturbed: Trial, trial: Trial) -> Result:
-    """How a run ended."""
-    expected, steps = undisturbed.last.steps(), trial.last.steps()
+def result_of(undisturbed: Undisturbed, trial: Trial) -> Result:
+    """How a run ended. Weights count only if they are equal in both undisturbed runs."""
+    expected, steps = undisturbed.start.steps(), trial.last.steps()
     if not (trial.last.is_done or trial.last.is_cut):
         return Result.UNFINISHED
+    if expected[-1].after != undisturbed.other.last.steps()[-1].after:
+        numbers = [made.number for start in trial.starts for made in start.steps() if made.number is not None]
+        return Result.SAME if max(numbers, default=-1) + 1 >= len(expected) else Result.UNFINISHED
     if not steps:  # a restart of a finished training
         return Result.SAME if _after(trial) == expected[-1].after else Result.UNFINISHED
     if steps[-1].after == expected[-1].after:
@@ -157,19 +160,23 @@ class StepDifference:
     loss: bool
 
 
-def first_step_difference(undisturbed: Start, start: Start) -> StepDifference | None:
-    """The first step with other learning rates, samples or losses on any rank, or None."""
-    found = [one for rank in start.facts if (one := _of_rank(undisturbed.steps(rank), start.steps(rank), rank))]
+def first_step_difference(undisturbed: Undisturbed, start: Start) -> StepDifference | None:
+    """The first step with other learning rates, samples or losses on any rank, or None. What differs between the two
+    undisturbed runs does not count."""
+    one, other = undisturbed.start, undisturbed.other.last
+    found = [each for rank in start.facts if (each := _of_rank(one.steps(rank), other.steps(rank), start, rank))]
     return min(found, key=lambda one: (one.number, not (one.samples or one.rates)), default=None)
 
 
-def _of_rank(expected: Sequence[StepMade], steps: Sequence[StepMade], rank: int) -> StepDifference | None:
-    for made in steps:
-        if made.number is None or made.number >= len(expected):
+def _of_rank(expected: Sequence[StepMade], again: Sequence[StepMade], start: Start, rank: int) -> StepDifference | None:
+    for made in start.steps(rank):
+        if made.number is None or made.number >= min(len(expected), len(again)):
             return None
-        same = expected[made.number]
-        samples = (same.samples, same.batch) != (made.samples, made.batch)
-        rates, loss = same.rates != made.rates, same.loss != made.loss
+        same, steady = expected[made.number], again[made.number]
+        key, other = (same.samples, same.batch), (steady.samples, steady.batch)
+        samples = key != (made.samples, made.batch) and key == other
+        rates = same.rates != made.rates and same.rates == steady.rates
+        loss = same.loss != made.loss and same.loss == steady.loss
         if rates or samples or loss:
             return StepDifference(made.number, rank, rates, samples, loss)
     return None
@@ -231,7 +238,7 @@ def unlike(was: States, now: States, *, steady: States | None) -> Iterator[Unlik
     for name, kind in now.kinds.items():
         keys = [key for key in {**was.objects, **now.objects} if key.startswith(f"{name}.")]
         for key in keys:
-            if was.objects.get(key) != now.objects.get(key) and (not steady or _is_same(was, steady, key)):
+            if was.objects.get(key) != now.objects.get(key) and (not steady or _is_steady(was, steady, now, key)):
                 yield Unlike(name, kind, key, was.objects.get(key, "missing"), now.objects.get(key, "missing"))
                 if kind not in ("optimizer", "model"):
                     break
@@ -241,8 +248,10 @@ def unlike(was: States, now: States, *, steady: States | None) -> Iterator[Unlik
             yield Unlike(name, "value", name, value, other)
 
 
-def _is_same(one: States, other: States, key: str) -> bool:
-    return one.objects.get(key) == other.objects.get(key)
+def _is_steady(was: States, again: States, now: States, key: str) -> bool:
+    """Whether two undisturbed runs agree on this value, or both have one where ``now`` has none."""
+    is_missing = key not in now.objects and key in was.objects and key in again.objects
+    return is_missing or was.objects.get(key) == again.objects.get(key)
 
 
 def epoch_starts(steps: Iterable[StepMade]) -> list[int]:

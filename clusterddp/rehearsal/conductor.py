@@ -49,11 +49,15 @@ _NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >> "{calls}"\n'
 
 @dataclass(frozen=True)
 class Baseline:
-    """What later runs need to know: how many steps precede given weights, and where the undisturbed run ends."""
+    """What later runs need to know: how many steps precede given weights, and where the undisturbed run ends.
+
+    Of a script that is not repeatable, no weights are known, and ``last_number`` is that of the last step.
+    """
 
     known: Mapping[str, int]
     last: str
     cut: bool
+    last_number: int | None = None
 
 
 class Conductor:
@@ -127,6 +131,7 @@ class Conductor:
             full_disk=stimulus.full_disk,
             toggle_workers=toggle_workers,
             supervised=self.is_supervised,
+            last_number=baseline.last_number if baseline else None,
             known=known,
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -46,7 +46,8 @@ class Orders:
     ``socket``: where rank 0 says that it is at the ``place``, not before ``after`` steps of the whole run are done.
     ``steps``: the most steps of a start. ``last``: the weights before the last step of the undisturbed run, after which
     the start ends with ``cut``, as that run was cut off there. ``supervised``: clusterddp would start a rank again that
-    ends there, so each says that it is cut off, and waits for its end.
+    ends there, so each says that it is cut off, and waits for its end. ``last_number``: of that last step, where runs
+    differ and its weights do not tell. A start that loads nothing then begins at step 0.
     ``known``: how many steps precede the step that begins with these weights. ``full_disk``: the first save at that
     place fails. ``toggle_workers``: loaders get two workers in place of none, and none in place of some.
     """
@@ -61,6 +62,7 @@ class Orders:
     full_disk: bool = False
     toggle_workers: bool = False
     supervised: bool = False
+    last_number: int | None = None
     known: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -236,3 +238,14 @@ def read_facts(file: Path) -> tuple[Fact, ...]:
         if line.endswith(b"\n"):
             found.append(codec.read_one(_KINDS, "fact", json.loads(line)))
     return tuple(found)
+
+
+def weights_in(facts: Iterable[Fact]) -> dict[str, int]:
+    """How many steps precede the first step that begins with these weights, by the steps of one start. A step of a
+    warm-up that begins with a learning rate of 0 leaves them as they are."""
+    found: dict[str, int] = {}
+    for fact in facts:
+        if isinstance(fact, StepMade) and fact.number is not None:
+            found.setdefault(fact.weights, fact.number)
+            found.setdefault(fact.after, fact.number + 1)
+    return found

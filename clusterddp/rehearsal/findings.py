@@ -21,7 +21,7 @@ from clusterddp.reporter import counted
 def diagnose(undisturbed: Undisturbed, trial: Trial) -> list[Finding]:
     """The faults that one disturbed run shows, the worst first."""
     found = list(_found(undisturbed, trial))
-    if not found and comparison.result_of(undisturbed.one, trial) is Result.DIFFERS:
+    if not found and comparison.result_of(undisturbed, trial) is Result.DIFFERS:
         found = [Finding(Cause.STATE_NOT_RESTORED, "the final weights differ from those of the undisturbed run")]
     if not found and trial.last.completed is False and not trial.last.is_cut:
         made = counted(len({step.number for start in trial.starts for step in start.steps()}), "step")

@@ -41,7 +41,9 @@ from clusterddp.rehearsal.facts import (
     Saved,
     States,
     StepMade,
+    read_facts,
     to_line,
+    weights_in,
 )
 
 #: Seconds that a rank waits at its place for the disturbance.
@@ -94,7 +96,7 @@ class Observer:
         self._saves = self._saving = 0
         self._was_full = False
         self._saved_at: int | None = None
-        self._evaluating = self._switching = False
+        self._evaluating = self._switching = self._loaded = False
 
     def stop(self) -> None:
         """In a forked child, which is no rank."""
@@ -275,6 +277,7 @@ class Observer:
 
     def loaded(self, file: str, error: str = "") -> None:
         """This file was loaded."""
+        self._loaded = True
         self.report(Loaded(file, self._local, error, *_line_of_script()))
 
     # --- torch
@@ -439,7 +442,7 @@ class Observer:
         self._evaluating = False
         weights = self._weights()
         if self._local == 0:
-            self._number = self.orders.known.get(weights) if self.orders.known else 0
+            self._number = self._number_of(weights)
         self.at(Place.STEP)  # of a script whose backward() was not seen
         elapsed = time.monotonic() - self._began
         made = self._loss, rates, tuple(self._samples), self._epoch_begins, " ".join(self._batches)
@@ -447,6 +450,15 @@ class Observer:
         self._samples, self._batches, self._epoch_begins = [], [], False
         if self.rank == 0:
             self._report_states()
+
+    def _number_of(self, weights: str) -> int | None:
+        """How many steps of the whole run precede the one that begins with these weights."""
+        known = dict(self.orders.known)
+        if self.orders.last_number is not None:
+            for attempt in range(self._attempt):  # those that a supervisor has started by itself
+                known |= weights_in(read_facts(Path(self.orders.facts.format(rank=self.rank, attempt=attempt))))
+            return known.get(weights, None if self._loaded and known else 0)
+        return known.get(weights) if known else 0
 
     def _parameters(self) -> list[Any]:
         if self.loop_modules:
@@ -506,6 +518,7 @@ class Observer:
         self._number = None if self._number is None else self._number + 1
         self.report(StepMade(**{**vars(made), "after": self._weights()}))
         is_last = bool(self.orders.last) and made.weights == self.orders.last
+        is_last |= made.number is not None and made.number == self.orders.last_number
         if self._saves == 0:
             self.at(Place.FIRST_STEPS)
         elif self._saved_at is not None and self._local > self._saved_at:

@@ -55,11 +55,11 @@ class Rehearsal:
 
     @property
     def verdict(self) -> str:
-        """``survives``, ``not_repeatable``, or the rank of the worst finding."""
-        if self.unlike is not None:
-            return "not_repeatable"
+        """The rank of the worst finding. Without one, ``not_repeatable``, ``survives`` or ``unfinished``."""
         if self.findings:
             return self.findings[0][0].rank.value
+        if self.unlike is not None:
+            return "not_repeatable"
         return "survives" if any(one.why_not is None for one in self.tried) else "unfinished"
 
 
@@ -76,14 +76,15 @@ def rehearse(
     began = time.monotonic()
     undisturbed = _undisturbed(conductor, ranks, tell)
     script = Script.of(undisturbed.start)
-    if (step := comparison.first_unlike(undisturbed.one, undisturbed.other)) is not None:
-        return Rehearsal(script, (), step, conductor.starts, time.monotonic() - began)
     last = undisturbed.start.steps()[-1]
     baseline = Baseline(undisturbed.one.weights(), last.weights, script.cut)
+    if (unlike := comparison.first_unlike(undisturbed.one, undisturbed.other)) is not None:
+        tell(f"not repeatable: they differ in step {unlike}, so weights and losses are not compared")
+        baseline = Baseline({}, "", script.cut, last.local)
     conductor.limit_s = min(conductor.limit_s, _TIMES_LONGER * undisturbed.start.duration_s + _MORE_S + notice_s)
     run = _Runs(conductor, undisturbed, script, baseline, ranks, notice_s, at, tell)
     tried = run.all(wanted)
-    return Rehearsal(script, tried, None, conductor.starts, time.monotonic() - began, _collected(tried))
+    return Rehearsal(script, tried, unlike, conductor.starts, time.monotonic() - began, _collected(tried))
 
 
 def _undisturbed(conductor: Conductor, ranks: int, tell: Callable[[str], object]) -> Undisturbed:
@@ -166,7 +167,7 @@ class _Runs:
         trial = self._run(stimuli)
         findings = diagnose(self.undisturbed, trial)
         reached = [start.disturbed for start in trial.starts[: len(stimuli)]]
-        passed = not findings and comparison.result_of(self.undisturbed.one, trial) is Result.SAME
+        passed = not findings and comparison.result_of(self.undisturbed, trial) is Result.SAME
         names = ", ".join(one.value for one, was in zip(disturbances, reached, strict=False) if was)
         if not passed:
             self.tell(f"{names}, in one run: a difference, so each is tried alone")
@@ -226,7 +227,7 @@ class _Runs:
             resumed_step=resume.at if resume else None,
             repeated_steps=resume.repeated if resume else None,
             exit_s=start.exit_s,
-            result=comparison.result_of(self.undisturbed.one, trial),
+            result=comparison.result_of(self.undisturbed, trial),
         )
 
 
@@ -242,6 +243,8 @@ def _with_other_ranks(undisturbed: Undisturbed, trial: Trial) -> tuple[str | Non
     if made.number is None or made.number >= len(expected.steps()):
         return "the restart does not continue at a step of the undisturbed run", []
     was, now = _samples(expected, made.number), _samples(start, 0)
+    if was != _samples(undisturbed.other.last, made.number):
+        return "the samples of a step differ between two undisturbed runs", []
     if not was:
         return "no DataLoader with a map-style dataset was seen", []
     if len(was) != len(now):

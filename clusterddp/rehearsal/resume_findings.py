@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from clusterddp.failures.stack_traces import FRAME, is_library
 from clusterddp.rehearsal import comparison
 from clusterddp.rehearsal.causes import Cause, Finding
 from clusterddp.rehearsal.comparison import Resume, Unlike
@@ -31,7 +32,8 @@ def of_resume(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterato
         return
     if not resume.stepped:
         if not start.is_done and not start.disturbed and not start.timed_out:
-            yield Finding(Cause.RESTART_FAILS, f"a later start fails: {last_line(start)}", *script)
+            place = _place_of_error(start) or script
+            yield Finding(Cause.RESTART_FAILS, f"a later start fails: {last_line(start)}", *place)
         return
     if resume.at is None:
         name = Path(loaded.file).name if loaded else "no file of this run"
@@ -65,13 +67,25 @@ def _older(trial: Trial, resume: Resume, file: str | None, line: int | None) -> 
     return Finding(cause, text, file, line)
 
 
+#: torch puts the rank before each line of a traceback.
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Exit)\b.*)", re.MULTILINE)
+
+
 def last_line(start: Start) -> str:
     """The last error that a rank printed, or else the exit codes."""
     for output in start.output.values():
-        lines = [line.strip() for line in output.splitlines() if re.match(r"\w[\w.]*(Error|Exception|Exit)\b", line)]
-        if lines:
-            return lines[-1][:200]
+        if errors := _ERROR.findall(output):
+            return str(errors[-1].strip())[:200]
     return f"exit codes {', '.join(map(str, start.codes.values()))}"
+
+
+def _place_of_error(start: Start) -> tuple[str, int] | None:
+    """The innermost line of the script in the last traceback that a rank printed."""
+    for output in start.output.values():
+        frames = [(file, int(line)) for file, line, _ in FRAME.findall(output)]
+        if own := [one for one in frames if not one[0].startswith("<") and not is_library(one[0])]:
+            return own[-1]
+    return None
 
 
 _AVERAGE = re.compile(r"ema|averag|shadow|teacher|polyak", re.IGNORECASE)
@@ -101,7 +115,7 @@ def _of_states(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterat
     was, now = comparison.states_at(undisturbed.start, number), comparison.states_at(start, number)
     steady = comparison.states_at(undisturbed.other.last, number)
     unlike = list(comparison.unlike(was, now, steady=steady)) if was and now else []
-    difference = comparison.first_step_difference(undisturbed.start, start)
+    difference = comparison.first_step_difference(undisturbed, start)
     still = _still_unlike(undisturbed, start)
     given = now.given if now else None
     if given is None:
@@ -112,7 +126,7 @@ def _of_states(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterat
         found = [*_of_objects(unlike, set() if other_data else still), *_of_best(undisturbed.start, start, unlike)]
     else:
         found = list(_of_parts(unlike, still, given))
-    if rates := _of_rates(undisturbed.start, start, number):
+    if rates := _of_rates(undisturbed, start, number):
         found.append(rates)
     also = "" if given is None else _also(unlike)
     if difference is not None and difference.samples:
@@ -221,8 +235,10 @@ def _of_best(undisturbed: Start, start: Start, unlike: Sequence[Unlike]) -> Iter
             yield Finding(Cause.BEST_NOT_RESTORED, text)
 
 
-def _of_rates(undisturbed: Start, start: Start, number: int) -> Finding | None:
-    rates = [made.rates for made in undisturbed.steps()]
+def _of_rates(undisturbed: Undisturbed, start: Start, number: int) -> Finding | None:
+    rates = [made.rates for made in undisturbed.start.steps()]
+    if rates != [made.rates for made in undisturbed.other.last.steps()]:
+        return None
     later = [made for made in start.steps() if made.number is not None and made.number < len(rates)]
     wrong = next((made for made in later if made.number is not None and made.rates != rates[made.number]), None)
     if wrong is None or wrong.number is None:

@@ -20,6 +20,7 @@ from clusterddp.rehearsal.facts import (
     Saved,
     States,
     StepMade,
+    weights_in,
 )
 
 _F = TypeVar("_F", bound=Fact)
@@ -161,12 +162,10 @@ class Trial:
         return self.starts[-1]
 
     def weights(self) -> dict[str, int]:
-        """How many steps precede the first step that begins with these weights. A step of a warm-up that begins with a
-        learning rate of 0 leaves them as they are."""
+        """How many steps precede the first step that begins with these weights."""
         found: dict[str, int] = {}
-        for made in (made for start in self.starts for made in start.steps()):
-            if made.number is not None:
-                found.setdefault(made.weights, made.number)
+        for start in self.starts:
+            found = weights_in(start.steps()) | found
         return found
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import UsageError
-from clusterddp.jobdef.checkout import MOST_BYTES, Checkout
+from clusterddp.jobdef.checkout import MOST_BYTES, find_checkout, is_run
+from clusterddp.jobdef.job import Job
 
 _SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+#: The files of a repository that are code. Without a repository only Python's are, as any other may be output.
+_CODE = frozenset(".py .pyx .c .cc .cpp .cu .h .hpp .sh .yaml .yml .toml .cfg .ini .json".split())
+#: A certificate is no part of the code that it is about.
+CERTIFICATE = "rehearsal.json"
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class Workspace:
     """What is copied. ``root``: of the repository, or the script's folder. ``inside``: the current folder below it.
 
     ``linked``: what git ignores, such as data sets. It is linked, but only if the kernel refuses writes to it.
+    ``in_git``: whether the script is in a repository.
     """
 
     root: Path
@@ -26,6 +34,18 @@ class Workspace:
     copied: tuple[str, ...]
     linked: tuple[str, ...]
     commit: str | None
+    in_git: bool
+
+    def digest(self) -> str:
+        """A hash of the code: the names and contents of all copied files that count as code."""
+        kinds = _CODE if self.in_git else {".py"}
+        names = [name for name in self.copied if Path(name).suffix in kinds and Path(name).name != CERTIFICATE]
+        whole = hashlib.sha256()
+        for name in sorted(names):
+            whole.update(os.fsencode(name) + b"\0")
+            with suppress(OSError):  # a link to nothing
+                whole.update(hashlib.sha256((self.root / name).read_bytes()).digest())
+        return whole.hexdigest()[:16]
 
     def create(self, target: Path, *, link: bool) -> Path:
         """Copies everything to the new folder ``target``, and returns the folder in it that the script starts in."""
@@ -39,33 +59,49 @@ class Workspace:
         return target / self.inside
 
 
-def workspace_of(folder: Path, checkout: Checkout | None) -> Workspace:
-    """The workspace of a script in a repository, or else in ``folder``, of which all files are copied.
+def workspace_of(job: Job, *, bounded: bool = True) -> Workspace:
+    """The workspace of a job's program: its repository, or else its folder, of which all files are copied.
 
-    Raises UsageError if that folder is too large.
+    Raises UsageError if they are too large to be copied and ``bounded``.
     """
+    most = MOST_BYTES if bounded else None
     here = Path.cwd().resolve()
-    if checkout is not None:
+    if (checkout := find_checkout(job)) is not None:
+        _names(checkout.root, checkout.copied, most, "Add what is not code to .gitignore")
         inside = here.relative_to(checkout.root) if here.is_relative_to(checkout.root) else Path()
-        return Workspace(checkout.root, inside, checkout.copied, checkout.linked, checkout.commit)
-    root = folder.resolve()
-    names: list[str] = []
-    total = 0
-    for path in _files(root):
-        total += path.lstat().st_size
-        names.append(str(path.relative_to(root)))
-        if total > MOST_BYTES:
-            raise UsageError(
-                f"{root} holds more than {MOST_BYTES // 10**6} MB, and a rehearsal copies the script's folder. Put the "
-                "script in a git repository, of which only what git does not ignore is copied, or in a smaller folder"
-            )
+        return Workspace(checkout.root, inside, checkout.copied, checkout.linked, checkout.commit, True)
+    root = Path(job.script).resolve().parent if job.script else here  # Python finds a module in the current folder
+    names = (str(path.relative_to(root)) for path in _files(root))
+    advice = "Put the script in a folder of its own, or in a git repository: what git ignores is not copied"
+    copied = _names(root, names, most, advice)
     inside = here.relative_to(root) if here.is_relative_to(root) else Path()
-    return Workspace(root, inside, tuple(names), (), None)
+    return Workspace(root, inside, copied, (), None, False)
+
+
+def program_of(job: Job, root: Path) -> list[str]:
+    """The job's script, by its path below ``root``, or ``-m`` and its module."""
+    return [str(Path(job.script).resolve().relative_to(root))] if job.script else ["-m", str(job.module)]
+
+
+def _names(root: Path, names: Iterable[str], most: int | None, advice: str) -> tuple[str, ...]:
+    """All of them. Raises UsageError, soon, if these files have more than ``most`` bytes."""
+    found: list[str] = []
+    total = 0
+    for name in names:
+        found.append(name)
+        with suppress(FileNotFoundError):  # an editor's temporary file, for example
+            total += (root / name).lstat().st_size
+        if most is not None and total > most:
+            raise UsageError(
+                f"{root} has more than {most // 10**6} MB to copy, and a rehearsal runs the script in copies of "
+                f"its folder. {advice}"
+            )
+    return tuple(found)
 
 
 def _files(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED]
+        folders[:] = [name for name in folders if name not in _SKIPPED and not is_run(Path(folder, name))]
         yield from (Path(folder) / name for name in files if not name.endswith(".pyc"))
 
 

@@ -93,7 +93,7 @@ def causes(*starts: Start, of: Undisturbed | None = None, stimulus: Stimulus = N
 def test_a_run_that_saves_at_the_notice_and_continues_there_has_no_finding() -> None:
     trial = Trial([noticed(8, save(8)), resumed(8)], [NOTICE])
     assert diagnose(undisturbed(), trial) == []
-    assert result_of(undisturbed().one, trial) is Result.SAME
+    assert result_of(undisturbed(), trial) is Result.SAME
     (resume,) = resumes(undisturbed().start, trial)
     assert (resume.done, resume.at, resume.repeated, resume.loaded and resume.loaded.file) == (8, 8, 0, FILE)
 

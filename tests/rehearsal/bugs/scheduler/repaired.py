@@ -98,7 +98,7 @@ def main(args):
                     save(epoch, iteration + 1)
                 return 1
         if is_main:
-            print(f"epoch {epoch}  loss {loss.item():.3f}  lr {scheduler.get_last_lr()[0]:.5f}", flush=True)
+            print(f"epoch {epoch}  lr {scheduler.get_last_lr()[0]:.5f}", flush=True)
             save(epoch + 1, 0)
     return 0
 
