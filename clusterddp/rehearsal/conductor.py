@@ -103,14 +103,17 @@ class Conductor:
         here = self.workspace.create(work, link=is_available())
         starts: list[Start] = []
         known = dict(baseline.known) if baseline else {}
+        job = (1, 0)
         while True:
             stimulus = stimuli[len(starts)] if len(starts) < len(stimuli) else Stimulus()
             count = later_ranks if later_ranks and starts else ranks
             orders = self.orders(stimulus, baseline, known, toggle_workers, f"{self._runs}-{len(starts)}")
-            start = _Attempt(self, here, orders, stimulus, count, len(starts)).carry_out(work)
+            start = _Attempt(self, here, orders, stimulus, count, *job).carry_out(work)
             starts.append(start)
             self.starts += 1
             known = Trial(starts).weights() | known
+            # After the time limit its user submits a new job, unless the script has requeued the one that it is.
+            job = (job[0] + 1, 0) if stimulus.time_limit and not start.requeued else (job[0], job[1] + 1)
             if self._is_over(start, stimulus, len(starts) - len(stimuli)):
                 break
         shutil.rmtree(work, ignore_errors=True)
@@ -132,12 +135,17 @@ class Conductor:
             toggle_workers=toggle_workers,
             supervised=self.is_supervised,
             last_number=baseline.last_number if baseline else None,
+            delay_s=stimulus.delay_s,
             known=known,
         )
 
     def _is_over(self, start: Start, stimulus: Stimulus, more: int) -> bool:
         """Whether the job is not started again."""
-        if start.timed_out or start.is_cut or (start.is_done and not start.requeued):
+        if start.timed_out or start.is_cut:
+            return True
+        if stimulus.time_limit and start.disturbed:  # its user submits it again
+            return False
+        if start.is_done and not start.requeued:
             return True
         interrupted = start.disturbed or start.requeued or stimulus.full_disk
         return more > MORE_STARTS or not interrupted
@@ -152,17 +160,17 @@ class Conductor:
         """Where calls of Slurm's commands are noted."""
         return self._calls
 
-    def environment(self, ranks: RankEnvironment, orders: Path, start: int) -> dict[str, str]:
+    def environment(self, ranks: RankEnvironment, orders: Path, job: int, restart: int) -> dict[str, str]:
         """The environment of one rank, as srun and a wrapper that sets torchrun's variables would make it."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "CLUSTERDDP"))}
-        restarts = {"SLURM_RESTART_COUNT": str(start)} if start else {}
+        restarts = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
         return {
             **kept,
             **ranks.exports(),
             **restarts,
             "PATH": f"{self._commands}:{kept.get('PATH', os.defpath)}",
-            "SLURM_JOB_ID": "1", "SLURM_JOBID": "1", "SLURM_JOB_NAME": "rehearsal", "SLURM_JOB_NUM_NODES": "1",
-            "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_JOB_ID": str(job), "SLURM_JOBID": str(job), "SLURM_JOB_NAME": "rehearsal",
+            "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "localhost",
             "SLURM_PROCID": str(ranks.rank), "SLURM_LOCALID": str(ranks.local_rank),
             "SLURM_NTASKS": str(ranks.world_size), "SLURM_NTASKS_PER_NODE": str(ranks.world_size),
             "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1",
@@ -188,10 +196,10 @@ class _Attempt:
     """One start of all ranks."""
 
     def __init__(
-        self, conductor: Conductor, here: Path, orders: Orders, stimulus: Stimulus, ranks: int, number: int
+        self, conductor: Conductor, here: Path, orders: Orders, stimulus: Stimulus, ranks: int, job: int, restarts: int
     ) -> None:
         self._conductor, self._here, self._orders, self._stimulus = conductor, here, orders, stimulus
-        self._ranks, self._number = ranks, number
+        self._ranks, self._job = ranks, (job, restarts)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._noticed_at: float | None = None
         self._killed: list[int] = []
@@ -244,7 +252,7 @@ class _Attempt:
                     subprocess.Popen(
                         self._conductor.command(work),
                         cwd=self._here,
-                        env=self._conductor.environment(ranks, orders_file, self._number),
+                        env=self._conductor.environment(ranks, orders_file, *self._job),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=errors,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from clusterddp.rehearsal.comparison import epoch_starts
 from clusterddp.rehearsal.facts import Evaluated, Place, SaveBegan
@@ -21,9 +23,11 @@ class Disturbance(enum.Enum):
     SAVE = "save"
     AFTER_SAVE = "after-save"
     EPOCH_END = "epoch-end"
+    STRETCH = "stretch"
     LAST_STEP = "last-step"
     TWO_NOTICES = "two-notices"
     SHORT_NOTICE = "short-notice"
+    TIME_LIMIT = "time-limit"
     KILL = "kill"
     FULL_DISK = "full-disk"
     WORKERS = "workers"
@@ -44,9 +48,11 @@ _WORDS = {
     Disturbance.SAVE: "a notice in a save",
     Disturbance.AFTER_SAVE: "a notice right after a save",
     Disturbance.EPOCH_END: "a notice at the end of an epoch",
+    Disturbance.STRETCH: "a notice in the longest stretch without steps",
     Disturbance.LAST_STEP: "a notice after the last step",
     Disturbance.TWO_NOTICES: "two notices in a row",
     Disturbance.SHORT_NOTICE: "a notice shorter than a save",
+    Disturbance.TIME_LIMIT: "the time limit, and then a new job",
     Disturbance.KILL: "a rank is killed in a save",
     Disturbance.FULL_DISK: "the disk is full at a save",
     Disturbance.WORKERS: "a notice in a step, with the other choice of loader workers",
@@ -68,9 +74,14 @@ _PLACES = {
     Disturbance.AFTER_SAVE: Place.AFTER_SAVE,
     Disturbance.EPOCH_END: Place.EPOCH_END,
     Disturbance.START: Place.START,
+    Disturbance.STRETCH: Place.STRETCH,
     Disturbance.FIRST_STEPS: Place.FIRST_STEPS,
     Disturbance.LAST_STEP: Place.LAST_STEP,
 }
+#: Slurm's default between TERM and KILL at the time limit.
+KILL_WAIT_S = 30.0
+#: A stretch without steps is notable if it takes this many times the median step, and so many seconds.
+_TIMES_STEP, _LEAST_STRETCH_S = 5.0, 0.2
 #: The least notice, and the share of a save, of a notice that is too short.
 _LEAST_NOTICE_S, _SHARE = 0.02, 0.5
 
@@ -78,7 +89,8 @@ _LEAST_NOTICE_S, _SHARE = 0.02, 0.5
 @dataclass(frozen=True)
 class Script:
     """What the undisturbed run shows: after how many steps it saves, evaluates and ends an epoch, how long a save
-    takes, and whether the rehearsal has cut it off."""
+    takes, and whether the rehearsal has cut it off. ``stretch``: the steps before its longest stretch without any, and
+    the seconds of that stretch, if it is notable."""
 
     steps: int
     saves: Sequence[int]
@@ -87,10 +99,11 @@ class Script:
     save_s: float
     loads: bool
     cut: bool
+    stretch: tuple[int, float] | None = None
 
     @classmethod
-    def of(cls, start: Start) -> Script:
-        """Of an undisturbed run."""
+    def of(cls, start: Start, again: Start | None = None) -> Script:
+        """Of an undisturbed run. ``again``: of a second one, which must have the stretch, too."""
         steps = start.steps()
         saves = sorted({one.local for rank in start.facts for one in start.of(SaveBegan, rank)})
         lengths = [saving.ended.seconds for saving in start.saves() if saving.ended]
@@ -103,6 +116,7 @@ class Script:
             max(lengths, default=0.0),
             loads,
             start.is_cut,
+            _longest_stretch(start, again or start),
         )
 
     def why_not(self, disturbance: Disturbance) -> str | None:
@@ -114,6 +128,8 @@ class Script:
             return None if self.evaluations else f"no evaluation was seen {within}"
         if disturbance is Disturbance.EPOCH_END:
             return None if self.epochs else f"no epoch ends {within}"
+        if disturbance is Disturbance.STRETCH:
+            return None if self.stretch else f"no long stretch without steps was seen {within}"
         if disturbance is Disturbance.LAST_STEP:
             return "the rehearsal ends the script before its last step" if self.cut else None
         if disturbance is Disturbance.WORKERS:
@@ -135,6 +151,11 @@ class Script:
             saves = self._last_save()
             place, after = (Place.SAVE, self._second(saves)) if saves else (Place.STEP, self._step())
             return Stimulus(place, after, 0, notice_s, kill=True)
+        if disturbance is Disturbance.TIME_LIMIT:
+            return Stimulus(Place.STEP, self._step(), 1, max(notice_s, KILL_WAIT_S), time_limit=True)
+        if disturbance is Disturbance.STRETCH and self.stretch:
+            after, length_s = self.stretch
+            return Stimulus(place, after, 1, notice_s, delay_s=length_s / 2)
         return Stimulus(place, self._after(place), 2 if disturbance is Disturbance.TWO_NOTICES else 1, notice_s)
 
     def _after(self, place: Place) -> int:
@@ -210,3 +231,24 @@ class Script:
             after = max(1, (index + 1) * self.steps // (len(disturbances) + 3))
             found.append(Stimulus(place, after, 2 if disturbance is Disturbance.TWO_NOTICES else 1, notice_s))
         return found
+
+
+def _longest_stretch(start: Start, again: Start) -> tuple[int, float] | None:
+    """The steps before the longest notable time between two steps, in both runs, and its seconds.
+
+    One with an evaluation or a save does not count, because these are disturbed by themselves.
+    """
+    known = {one.local for one in start.of(Evaluated)} | {one.local for one in start.of(SaveBegan)}
+    gaps, others = _gaps(start), _gaps(again)
+    if len(gaps) < 2:
+        return None
+    least = max(_TIMES_STEP * statistics.median(gaps.values()), _LEAST_STRETCH_S)
+    notable = {after: seconds for after, seconds in gaps.items() if min(seconds, others.get(after, 0.0)) >= least}
+    free = {after: seconds for after, seconds in notable.items() if after not in known}
+    return max(free.items(), key=lambda one: one[1], default=None)
+
+
+def _gaps(start: Start) -> dict[int, float]:
+    """The seconds from each step to the next one, by the steps done before the gap."""
+    steps = start.steps()
+    return {later.local: later.seconds - made.seconds for made, later in pairwise(steps)}

@@ -34,6 +34,8 @@ class Place(enum.Enum):
     """After the first step that follows a save."""
     EPOCH_END = "epoch-end"
     """A loader of the training has no further batch."""
+    STRETCH = "stretch"
+    """Some time after a step, while the script does something else."""
     LAST_STEP = "last-step"
     """After the last step."""
 
@@ -47,7 +49,8 @@ class Orders:
     ``steps``: the most steps of a start. ``last``: the weights before the last step of the undisturbed run, after which
     the start ends with ``cut``, as that run was cut off there. ``supervised``: clusterddp would start a rank again that
     ends there, so each says that it is cut off, and waits for its end. ``last_number``: of that last step, where runs
-    differ and its weights do not tell. A start that loads nothing then begins at step 0.
+    differ and its weights do not tell. A start that loads nothing then begins at step 0. ``delay_s``: from the step
+    before a stretch to the disturbance.
     ``known``: how many steps precede the step that begins with these weights. ``full_disk``: the first save at that
     place fails. ``toggle_workers``: loaders get two workers in place of none, and none in place of some.
     """
@@ -63,6 +66,7 @@ class Orders:
     toggle_workers: bool = False
     supervised: bool = False
     last_number: int | None = None
+    delay_s: float = 0.0
     known: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:

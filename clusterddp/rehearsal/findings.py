@@ -160,9 +160,15 @@ def _phase(start: Start) -> str:
     local = start.reached.local if start.reached else -1
     if place is Place.EVALUATION or any(one.local == local for one in start.of(Evaluated)):
         return "an evaluation"
-    return {Place.START: "the start", Place.SAVE: "a save", Place.EPOCH_END: "the end of an epoch"}.get(
-        place or Place.STEP, "a step"
-    )
+    return _PHASES.get(place or Place.STEP, "a step")
+
+
+_PHASES = {
+    Place.START: "the start",
+    Place.SAVE: "a save",
+    Place.EPOCH_END: "the end of an epoch",
+    Place.STRETCH: "a stretch without steps",
+}
 
 
 def handles(start: Start, notice: signal.Signals) -> bool:

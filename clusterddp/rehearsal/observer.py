@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -125,6 +126,12 @@ class Observer:
         self._pending = None
         self.report(Reached(place, self._local, self._number, where))
         self._tell_and_wait(AT_PLACE)  # the signal comes here, and its handler runs here
+
+    def _reach_later(self) -> None:
+        """Lets this rank be disturbed while it goes on."""
+        time.sleep(self.orders.delay_s)
+        self.report(Reached(Place.STRETCH, self._local, self._number))
+        self._tell_and_wait(AT_PLACE)
 
     def _tell_and_wait(self, what: str) -> None:
         """Says that this rank is at its place, or at the end of its start, and waits for the answer."""
@@ -519,6 +526,9 @@ class Observer:
         self.report(StepMade(**{**vars(made), "after": self._weights()}))
         is_last = bool(self.orders.last) and made.weights == self.orders.last
         is_last |= made.number is not None and made.number == self.orders.last_number
+        if self._pending is Place.STRETCH and self.rank == 0 and not self._is_early():
+            threading.Thread(target=self._reach_later, daemon=True).start()
+            self._pending = None
         if self._saves == 0:
             self.at(Place.FIRST_STEPS)
         elif self._saved_at is not None and self._local > self._saved_at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,11 @@ from clusterddp.rehearsal.findings import diagnose, handles
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from clusterddp.reporter import counted
 
+#: What torch says on a machine without a GPU.
+_NO_GPU = re.compile(
+    r"Found no NVIDIA driver|No CUDA GPUs are available|not compiled with CUDA enabled|no GPUs found|"
+    r"doesn't have NCCL built in|CUDA is not available|No HIP GPUs are available"
+)
 #: A disturbed start may take this many times as long as the undisturbed run, and some seconds.
 _TIMES_LONGER, _MORE_S = 5.0, 30.0
 
@@ -75,7 +81,7 @@ def rehearse(
     """Rehearses a script. ``tell`` gets a line for each run. Raises ClusterddpError if it does not run undisturbed."""
     began = time.monotonic()
     undisturbed = _undisturbed(conductor, ranks, tell)
-    script = Script.of(undisturbed.start)
+    script = Script.of(undisturbed.start, undisturbed.other.last)
     last = undisturbed.start.steps()[-1]
     baseline = Baseline(undisturbed.one.weights(), last.weights, script.cut)
     if (unlike := comparison.first_unlike(undisturbed.one, undisturbed.other)) is not None:
@@ -108,6 +114,11 @@ def _check(start: Start, conductor: Conductor) -> None:
             "own arguments after --, allow fewer steps with --steps, or more time with --limit"
         )
     if not start.is_done and not start.is_cut:
+        if no_gpu := _NO_GPU.search(errors):
+            raise ClusterddpError(
+                f"the script needs a GPU ({no_gpu[0]}). Rehearse it in a job on a node with GPUs, or pass it arguments "
+                "after -- that choose the CPU and gloo"
+            )
         if "EOFError" in errors:
             raise ClusterddpError("the script asks for input. In a job there is none: give the values as arguments")
         if "Permission denied" in errors or "PermissionError" in errors:
@@ -117,12 +128,15 @@ def _check(start: Start, conductor: Conductor) -> None:
                 "its folder. Give it another output folder with its own arguments after --"
             )
         codes = ", ".join(f"rank {rank}: {code}" for rank, code in start.codes.items())
-        shown = "\n".join(next((text for text in start.output.values() if text.strip()), "").splitlines()[-8:])
-        raise ClusterddpError(f"the script fails undisturbed (exit codes: {codes}).\n{shown}")
+        printed = next((text for text in start.output.values() if text.strip()), "")
+        lines = re.sub(rf"{re.escape(str(conductor.folder))}/run-\d+/", "./", printed).splitlines()
+        own = next((at for at, line in enumerate(lines) if '"./' in line), 0)  # the frames below are ours
+        raise ClusterddpError("\n".join([f"the script fails undisturbed (exit codes: {codes})", *lines[own:][-8:]]))
     if not start.steps():
         raise ClusterddpError(
             "the script makes no step of a torch optimizer on rank 0, so there is nothing to disturb. A rehearsal "
-            "needs a script that trains in the process that the launcher starts"
+            "needs a script that trains in the process that srun starts, not in processes of its own (as with "
+            "torch.multiprocessing.spawn, or torchrun in a subprocess)"
         )
 
 
@@ -145,6 +159,8 @@ class _Runs:
         for one in wanted:
             if (reason := self.script.why_not(one)) is not None:
                 done[one] = Tried(one, reason)
+            elif one is Disturbance.TIME_LIMIT and self.conductor.is_supervised:
+                done[one] = Tried(one, "clusterddp continues the run in a new job, as after a preemption")
             elif one is Disturbance.RANKS and self.ranks == 1:
                 done[one] = Tried(one, "there is one rank")
         together = [one for one in self.conductor.together if one in wanted and one not in done]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from clusterddp.failures.stack_traces import FRAME, is_library
+from clusterddp.failures.stack_traces import is_library
 from clusterddp.rehearsal import comparison
 from clusterddp.rehearsal.causes import Cause, Finding
 from clusterddp.rehearsal.comparison import Resume, Unlike
@@ -70,6 +70,9 @@ def _older(trial: Trial, resume: Resume, file: str | None, line: int | None) -> 
 #: torch puts the rank before each line of a traceback.
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Exit)\b.*)", re.MULTILINE)
 
+#: A line of a traceback.
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+
 
 def last_line(start: Start) -> str:
     """The last error that a rank printed, or else the exit codes."""
@@ -82,7 +85,7 @@ def last_line(start: Start) -> str:
 def _place_of_error(start: Start) -> tuple[str, int] | None:
     """The innermost line of the script in the last traceback that a rank printed."""
     for output in start.output.values():
-        frames = [(file, int(line)) for file, line, _ in FRAME.findall(output)]
+        frames = [(file, int(line)) for file, line in _FRAME.findall(output)]
         if own := [one for one in frames if not one[0].startswith("<") and not is_library(one[0])]:
             return own[-1]
     return None

@@ -32,8 +32,10 @@ class Stimulus:
 
     ``notices``: TERMs to every rank, none for a kill. ``notice_s``: seconds until all are killed.
     ``too_short``: a save takes longer than that on purpose. ``kill``: KILL to
-    rank 0, without a notice. ``full_disk``: the save fails, and nothing else happens. ``seconds`` and ``line`` are
-    the user's own moment in place of ``place``: after so many seconds, or once a rank prints a matching line.
+    rank 0, without a notice. ``time_limit``: the job ends in any case, and the next start is a new job. ``delay_s``:
+    from the ``place`` to the disturbance. ``full_disk``: the save fails, and nothing else happens. ``seconds`` and
+    ``line`` are the user's own moment in place of ``place``: after so many seconds, or once a rank prints a line that
+    matches.
     """
 
     place: Place | None = None
@@ -43,6 +45,8 @@ class Stimulus:
     too_short: bool = False
     kill: bool = False
     full_disk: bool = False
+    time_limit: bool = False
+    delay_s: float = 0.0
     seconds: float | None = None
     line: re.Pattern[str] | None = None
 

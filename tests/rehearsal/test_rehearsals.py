@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
+import jsonschema
 import pytest
 
 from clusterddp.errors import RESUME_DIFFERS
 from tests.rehearsal.known_bugs import KNOWN_BUGS
-from tests.rehearsal.rehearsals import rehearsed
+from tests.rehearsal.rehearsals import REPOSITORY, rehearsed
 
 BUGS = {bug.name: bug for bug in KNOWN_BUGS}
 
@@ -22,5 +25,7 @@ def test_the_first_finding_on_a_broken_script_is_its_bug(name: str) -> None:
 def test_a_repaired_script_survives_and_continues_at_the_step_of_the_notice() -> None:
     judged = rehearsed(BUGS["optimizer"], broken=False, only="step", ranks=1)
     assert (judged.code, judged.causes) == (0, []), judged.output
+    schema = json.loads((REPOSITORY / "docs/reference/rehearsal.schema.json").read_text())
+    assert list(jsonschema.Draft202012Validator(schema).iter_errors(judged.certificate)) == []
     (step,) = judged.certificate["disturbances"]
     assert (step["resumed_from"], step["repeated_steps"], step["result"]) == ("checkpoint.pt", 0, "same")

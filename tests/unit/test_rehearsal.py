@@ -32,6 +32,7 @@ from clusterddp.rehearsal.facts import (
     StepMade,
     read_facts,
     to_line,
+    weights_in,
 )
 from clusterddp.rehearsal.findings import diagnose
 from clusterddp.rehearsal.observer import unset
@@ -367,6 +368,49 @@ def test_two_undisturbed_runs_that_differ_are_not_repeatable() -> None:
     assert first_unlike(one, Trial([start(steps(0, 4))])) == 4
 
 
+def unseeded(name: str, first: int, end: int, **more: Any) -> list[Fact]:
+    """Steps of one of several runs whose weights and losses differ, and whose samples do not."""
+    made = [one for one in steps(first, end, **more) if isinstance(one, StepMade)]
+    return [replace(one, weights=f"{name}{one.weights}", after=f"{name}{one.after}", loss=name) for one in made]
+
+
+def test_of_a_script_that_is_not_repeatable_what_is_equal_undisturbed_is_compared() -> None:
+    """Outcomes, files, repeated steps, learning rates and samples."""
+    runs = [Trial([start([HANDLER], unseeded(name, 0, STEPS), save(EVERY), save(10))]) for name in "ab"]
+    of = Undisturbed(*runs)
+    reached = [Reached(Place.STEP, 8, 8)]
+    first = start([HANDLER], unseeded("c", 0, 8), save(EVERY), save(8), reached, codes=143, disturbed=True)
+    again = start([HANDLER, Loaded(FILE, 0)], unseeded("c", 8, STEPS))
+    assert diagnose(of, Trial([first, again], [NOTICE])) == []
+    assert result_of(of, Trial([first, again], [NOTICE])) is Result.SAME
+    assert result_of(of, Trial([first, start(unseeded("c", 8, 10))], [NOTICE])) is Result.UNFINISHED
+    assert causes(replace(first, codes={0: 0, 1: 0}), of=of) == [Cause.ENDS_AS_COMPLETED]
+    older = start([HANDLER, Loaded(FILE, 0)], unseeded("c", EVERY, STEPS))
+    assert causes(first, older, of=of) == [Cause.LAST_IS_STALE]
+    other = start([HANDLER, Loaded(FILE, 0)], unseeded("c", 8, STEPS, samples=(5, 6)))
+    assert causes(first, other, of=of) == [Cause.GENERATOR_NOT_RESTORED]
+
+
+def test_the_weights_after_the_last_step_of_a_start_are_known() -> None:
+    """Those of a save after it."""
+    assert weights_in(steps(0, 3)) == {"w0": 0, "w1": 1, "w2": 2, "w3": 3}
+
+
+def test_an_object_without_a_value_is_not_restored_even_if_its_values_differ_undisturbed() -> None:
+    was, other = (States(8, {"opt.state.0.exp_avg": digest}, {}, {"opt": "optimizer"}) for digest in ("#1", "#2"))
+    of = Undisturbed(Trial([undisturbed([was]).start]), Trial([undisturbed([other]).start]))
+    now = States(0, {}, {}, {"opt": "optimizer"})
+    assert causes(noticed(8, save(8)), resumed(8, [now]), of=of) == [Cause.OPTIMIZER_NOT_RESTORED]
+
+
+def test_the_error_of_a_start_is_named_with_its_line_in_the_script() -> None:
+    """torch puts the rank before each line."""
+    output = {0: '[rank0]:   File "/run/train.py", line 9, in main\n[rank0]: UnboundLocalError: no value\n'}
+    (found,) = diagnose(undisturbed(), Trial([noticed(8, save(8)), start([HANDLER], codes=1, output=output)], [NOTICE]))
+    assert (found.cause, found.file, found.line) == (Cause.RESTART_FAILS, "/run/train.py", 9)
+    assert "UnboundLocalError" in found.detail
+
+
 def test_the_worst_finding_comes_first() -> None:
     assert [cause.rank for cause in (Cause.NEW_FOLDER, Cause.EMA_NOT_RESTORED, Cause.NO_HANDLER, Cause.FILES_LEFT)] == [
         Rank.LOSES_WORK,
@@ -386,12 +430,42 @@ def test_a_step_is_disturbed_where_a_lost_step_shows() -> None:
     assert EVERY < after < STEPS and not {after - 1, after, after + 1} & {10, 15}
 
 
+def slow(*gaps: float, after: int = 12) -> Start:
+    """A run with one or more long gaps between steps, the first of them after so many steps."""
+    made = [one for one in steps(0, STEPS) if isinstance(one, StepMade)]
+    times = [0.01 * n + sum(gaps[: max(0, n - after + 1)]) for n in range(STEPS)]
+    return start([HANDLER], [replace(one, seconds=at) for one, at in zip(made, times, strict=True)], save(EVERY))
+
+
+def test_a_long_stretch_without_steps_is_disturbed_in_its_middle() -> None:
+    """If both undisturbed runs have it."""
+    script = Script.of(slow(0.5, 2.0), slow(0.5, 2.0))
+    given = script.stimulus(Disturbance.STRETCH, 5.0)
+    assert (given.place, given.after, round(given.delay_s, 1)) == (Place.STRETCH, 13, 1.0)
+    for other in (slow(), slow(0.1, 0.1)):
+        assert Script.of(slow(0.5, 2.0), other).stretch is None
+
+
+@pytest.mark.parametrize("known", [[Evaluated(12)], save(12)])
+def test_an_evaluation_and_a_save_are_no_stretch_of_their_own(known: list[Fact]) -> None:
+    run = slow(2.0)
+    with_it = replace(run, facts={0: [*run.facts[0], *known], 1: run.facts[1]})
+    assert Script.of(run).stretch and Script.of(with_it).stretch is None
+
+
+def test_exit_0_at_the_time_limit_loses_nothing_if_the_next_job_continues() -> None:
+    limit = Script.of(start(steps(0, STEPS), save(EVERY))).stimulus(Disturbance.TIME_LIMIT, 5.0)
+    assert (limit.time_limit, limit.notice_s) == (True, 30.0)
+    assert causes(noticed(8, save(8), codes=0), resumed(8), stimulus=limit) == []
+    assert causes(noticed(8, codes=0), resumed(EVERY), stimulus=limit) == [Cause.NOT_SAVED_AT_NOTICE]
+
+
 def test_what_a_script_does_not_do_is_not_tried() -> None:
     script = Script.of(start(steps(0, STEPS, samples=(), epoch_begins=False), [Cut(STEPS)]))
     not_tried = {one for one in Disturbance if script.why_not(one) is not None}
     assert not_tried == {
         Disturbance.EVALUATION, Disturbance.SAVE, Disturbance.AFTER_SAVE, Disturbance.EPOCH_END, Disturbance.LAST_STEP,
-        Disturbance.SHORT_NOTICE, Disturbance.FULL_DISK, Disturbance.WORKERS,
+        Disturbance.SHORT_NOTICE, Disturbance.FULL_DISK, Disturbance.WORKERS, Disturbance.STRETCH,
     }  # fmt: skip
 
 
