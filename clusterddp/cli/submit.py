@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         return submit_here(job, arguments.run_dir, changed=arguments.change or bool(differences))
     if arguments.local:
         return submit_local(arguments, job)
+    if not arguments.dry_run and not arguments.when:
+        tell_of_rehearsal(job)
     return submit_slurm(arguments, job)
 
 
@@ -146,7 +148,6 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
             return show_estimates(job, batch_script(replace(job, time_min_s=None), run, Path.cwd()))
         print(batch_script(job, run, Path.cwd()))
         return 0
-    tell_of_rehearsal(job)
     rank = arguments.debug
     run, job_id = submit_to_slurm(job, arguments.run_dir, recording.Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
@@ -227,12 +228,12 @@ def submit_sweep(arguments: argparse.Namespace, job: Job, definition: Definition
         return show_members(sweep)
     if arguments.local:
         return run_members(sweep)
+    tell_of_rehearsal(job)
     return submit_members(sweep)
 
 
 def submit_members(sweep: Sweep) -> int:
     """Submits the members as job arrays and prints the job ids. The exit code is 75 if Slurm took only some of them."""
-    tell_of_rehearsal(sweep.job)
     with planned(sweep) as plan:
         tell(sweep, plan)
         if plan.is_new:
