@@ -247,9 +247,10 @@ def read_facts(file: Path) -> tuple[Fact, ...]:
 def weights_in(facts: Iterable[Fact]) -> dict[str, int]:
     """How many steps precede the first step that begins with these weights, by the steps of one start. A step of a
     warm-up that begins with a learning rate of 0 leaves them as they are."""
+    steps = [(fact, fact.number) for fact in facts if isinstance(fact, StepMade) and fact.number is not None]
     found: dict[str, int] = {}
-    for fact in facts:
-        if isinstance(fact, StepMade) and fact.number is not None:
-            found.setdefault(fact.weights, fact.number)
-            found.setdefault(fact.after, fact.number + 1)
+    for made, number in steps:
+        found.setdefault(made.weights, number)
+    for made, number in steps[-1:]:  # of a save after the last step
+        found.setdefault(made.after, number + 1)
     return found

@@ -218,7 +218,7 @@ def test_a_start_with_weights_of_no_step_before() -> None:
 def test_steps_with_a_learning_rate_of_0_do_not_shift_the_numbers() -> None:
     """As in a warm-up from 0: the weights before the second step are those before the first one."""
     facts = [*steps(0, 1), *steps(1, 2, weights="w0"), *steps(2, 4)]
-    assert Trial([start(facts), start(facts)]).weights() == {"w0": 0, "w2": 2, "w3": 3}
+    assert Trial([start(facts), start(facts)]).weights() == {"w0": 0, "w2": 2, "w3": 3, "w4": 4}
 
 
 def test_a_start_that_fails() -> None:
