@@ -31,7 +31,7 @@ CHUNK = 1 << 22
 #: Bytes per write. The disk starts on the first piece while the next is written.
 _PIECE = 1 << 20
 #: Bytes per read when a file is verified, which fit into a core's cache.
-_BUFFER = 1 << 18
+BUFFER = 1 << 18
 #: The most threads that read a file. One computes checksums at 3 to 7 GB/s, and shared disks need parallel requests.
 _READERS = 4
 #: The least bytes per thread. Three threads take as long for 10 MB as one.
@@ -244,8 +244,8 @@ class _Reading:
         start = number * CHUNK
         end, sum_ = min(start + CHUNK, self._head.size), 0
         try:
-            for at in range(start, end, _BUFFER):
-                sum_ = self._piece(at, min(_BUFFER, end - at), sum_)
+            for at in range(start, end, BUFFER):
+                sum_ = self._piece(at, min(BUFFER, end - at), sum_)
         except OSError:
             self._of_thread.file = None
             raise
@@ -279,7 +279,7 @@ class _Reading:
     def _buffer(self) -> memoryview:
         found: memoryview | None = getattr(self._of_thread, "buffer", None)
         if found is None:
-            found = self._of_thread.buffer = memoryview(bytearray(_BUFFER))
+            found = self._of_thread.buffer = memoryview(bytearray(BUFFER))
         return found
 
 
@@ -319,10 +319,10 @@ def _write_out(file: int, chunk: memoryview) -> None:
 
 def _reads_back(file: int, place: int, data: memoryview) -> bool:
     """Whether a file contains these bytes at this position."""
-    buffer = bytearray(min(_BUFFER, len(data)))
+    buffer = bytearray(min(BUFFER, len(data)))
     try:
-        for start in range(0, len(data), _BUFFER):
-            part = data[start : start + _BUFFER]
+        for start in range(0, len(data), BUFFER):
+            part = data[start : start + BUFFER]
             if len(part) < len(buffer):
                 buffer = bytearray(len(part))
             read_into(file, memoryview(buffer), place + start)

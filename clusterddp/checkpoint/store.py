@@ -136,8 +136,10 @@ class Checkpoints:
             if attempt <= self._attempt and path.parent != being_written:
                 self.check_newest()
                 unlink(path)
-                if path.parent != self.folder:
-                    remove_empty(path.parent)
+        for path in _paths_in(self.folder):
+            match = NAME.fullmatch(path.name)
+            if match and int(match[2]) <= self._attempt and path != being_written:
+                remove_empty(path)
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
         """Gives a complete, synced file its final name, durably. Call ``delete_old`` afterwards.

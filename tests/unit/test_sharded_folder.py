@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +170,65 @@ def test_a_deletion_that_is_interrupted_leaves_no_part_that_counts(
         candidate.verify()
     save(Checkpoints(directory, 0, Keep(1)), 3)
     assert sorted(os.listdir(directory.checkpoints)) == ["step-000000000003.attempt-0"], newest
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL."""
+
+
+class Kill:
+    """Lets this many calls of the system that change files succeed. From then on the process does nothing more."""
+
+    def __init__(self, calls: int, patch: pytest.MonkeyPatch) -> None:
+        self.left = calls
+        for name in ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+            patch.setattr(os, name, self._counted(getattr(os, name), opens=name == "open"))
+
+    def _counted(self, call: Any, opens: bool) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if not opens or arguments[1] & os.O_CREAT:
+                if self.left <= 0:
+                    raise Killed
+                self.left -= 1
+            return call(*arguments, **options)
+
+        return counted
+
+
+def train(directory: RunDirectory, promised: list[int]) -> None:
+    """An attempt that saves three times and keeps one checkpoint. ``promised``: the steps whose save was reported."""
+    checkpoints = attempt(directory)
+    for step in (1, 2, 3):
+        files = [write_rank(checkpoints, step, rank) for rank in range(RANKS)]
+        RankFiles(checkpoints, 0).commit_manifest(step, manifest(checkpoints, step, files).encoded())
+        promised.append(step)
+        checkpoints.delete_old()
+
+
+def test_a_kill_before_any_call_of_any_writer_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks' files, the manifest, and the deletion of the checkpoint before."""
+    for calls in itertools.count():
+        directory, promised = RunDirectory(tmp_path / str(calls)), list[int]()
+        directory.create()
+        with monkeypatch.context() as patched:
+            kill = Kill(calls, patched)
+            try:
+                train(directory, promised)
+            except Killed:
+                pass
+            killed = kill.left <= 0
+        checkpoints = attempt(directory)
+        found = newest_whole(checkpoints)
+        assert found is not None if promised else found in (None, 1), (calls, promised)
+        assert not promised or promised[-1] <= (found or 0) <= promised[-1] + 1, (calls, promised, found)
+        assert [candidate.step for candidate in checkpoints.candidates()][:1] == ([found] if found else []), calls
+        save(checkpoints, 9)
+        assert [path.name[:17] for path in directory.checkpoints.iterdir()] == ["step-000000000009"], calls
+        if not killed:
+            break
+    assert calls > 40
 
 
 def test_a_copy_is_a_checkpoint_of_the_other_run(directory: RunDirectory, tmp_path: Path) -> None:

@@ -218,19 +218,34 @@ class _VerifiedFile:
         done = 0
         while done < len(into):
             number, begin = divmod(start + done, file_format.CHUNK)
+            size = self._size(number)
+            if begin == 0 and size <= len(into) - done:
+                self._read(number, into[done : done + size])
+                done += size
+                continue
             chunk = self._chunk(number)[begin : begin + len(into) - done]
             into[done : done + len(chunk)] = chunk
             done += len(chunk)
 
+    def _size(self, number: int) -> int:
+        return min(file_format.CHUNK, self._head.size - number * file_format.CHUNK)
+
     def _chunk(self, number: int) -> memoryview:
-        size = min(file_format.CHUNK, self._head.size - number * file_format.CHUNK)
-        view = memoryview(self._buffer)[:size]
+        """A chunk of which only a part is needed. The next tensor often needs the rest."""
+        view = memoryview(self._buffer)[: self._size(number)]
         if number != self._number:
             self._number = -1
-            with self._checkpoint.errors():
-                position = self._head.start + number * file_format.CHUNK
-                retrying(self._checkpoint.path, partial(file_format.read_into, self._file, view, position))
-                if zlib.crc32(view) != self._head.sums[number]:
-                    raise file_format.Damaged(f"checksum mismatch in {self._name}")
+            self._read(number, view)
             self._number = number
         return view
+
+    def _read(self, number: int, into: memoryview) -> None:
+        """Reads and verifies a whole chunk, piece by piece, while each is in the core's cache."""
+        position, checksum = self._head.start + number * file_format.CHUNK, 0
+        with self._checkpoint.errors():
+            for at in range(0, len(into), file_format.BUFFER):
+                piece = into[at : at + file_format.BUFFER]
+                retrying(self._checkpoint.path, partial(file_format.read_into, self._file, piece, position + at))
+                checksum = zlib.crc32(piece, checksum)
+            if checksum != self._head.sums[number]:
+                raise file_format.Damaged(f"checksum mismatch in {self._name}")
