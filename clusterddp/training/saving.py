@@ -314,11 +314,16 @@ class Saver:
         if self._checkpoints is None:
             return
         self._best.value = value
-        if self._best.better and self._sharding is None:  # else the other ranks would have to save as well
-            self._take_answer(wait=True)
+        if not self._best.better:
+            return
+        self._take_answer(wait=True)
+        if not isinstance(self._client, ShardClient):
             self._save(step, state, urgent=last)
-            if last:
-                self._take_answer(wait=True)
+        elif step == self._committed:  # the other ranks' parts of this very state are saved
+            self._new_best = self._best.save()
+            self._client.replace_facts(self._best.facts())
+        if last:
+            self._take_answer(wait=True)
 
     def is_idle(self, step: int) -> bool:
         """Whether ``save_if_due`` has no work here, as after most steps."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from clusterddp.checkpoint.store import of_run
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.wording import says
@@ -110,6 +111,28 @@ def test_other_numbers_of_ranks_load_what_was_saved_to_the_last_bit(tmp_path: Pa
 )
 def test_a_preempted_run_equals_an_uninterrupted_one(tmp_path: Path, options: list[Any], ranks: int) -> None:
     check_stopped_equals_whole(tmp_path, *options, ranks=ranks)
+
+
+@pytest.mark.product
+def test_neither_a_save_nor_a_load_makes_a_whole_tensor(tmp_path: Path) -> None:
+    """The largest has 48 x 48 elements. The second run loads what one rank alone has saved."""
+    for ranks, steps in ((1, 2), (4, 4), (2, 6)):
+        trained = train(tmp_path / "run", steps, "--every", 1, "--largest", ranks=ranks)
+        for rank in range(ranks):
+            line = next(line for line in trained.output(rank).splitlines() if line.startswith("largest"))
+            assert int(line.split()[1]) <= 48 * 48 // ranks
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(("scores", "best"), [([9, 1, 2, 3, 4], 1), ([1, 2, 3, 4, 5], 4)])
+def test_the_best_checkpoint_is_kept_also_by_a_score_after_the_loop(
+    tmp_path: Path, scores: list[int], best: int
+) -> None:
+    train(tmp_path / "run", 4, "--every", 1, "--best", *scores)
+    kept = of_run(RunDirectory(tmp_path / "run")).candidates()
+    assert max(kept, key=lambda checkpoint: checkpoint.metric("score") or 0).step == best
+    assert best in [checkpoint.step for checkpoint in kept]
+    train(tmp_path / "run", 4, "--best", *scores)
 
 
 @pytest.mark.product

@@ -5,6 +5,7 @@ it begins and when all steps are done.
 """
 
 import argparse
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -12,9 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import clusterddp
 from clusterddp.jobdef.job import Checkpointing
+from clusterddp.training.saving import Saver
 from tests.stops import request_stop
 
 parser = argparse.ArgumentParser()
@@ -30,6 +35,8 @@ parser.add_argument("--precision", action="store_true", help="computes in bfloat
 parser.add_argument("--columns", action="store_true", help="shards some weights in the second dimension")
 parser.add_argument("--evaluate", action="store_true", help="before each step")
 parser.add_argument("--plain", action="store_true", help="DDP instead")
+parser.add_argument("--largest", action="store_true", help="prints the elements of the largest tensor")
+parser.add_argument("--best", type=float, nargs="*", help="the scores of the steps, and one after the loop")
 parser.add_argument("--wrong", help="what the ranks do not agree on")
 options = parser.parse_args()
 
@@ -52,6 +59,28 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.norm(x))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor of numbers that an operation of torch makes in saves and loads."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and not isinstance(one, DTensor) and one.is_floating_point():
+                self.elements = max(self.elements, one.numel())
+        return made
+
+    def watch(self, method):
+        """The same method, watched."""
+
+        def watched(*args, **kwargs):
+            with self:
+                return method(*args, **kwargs)
+
+        return watched
 
 
 def whole(value):
@@ -101,7 +130,12 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 data = [(torch.randint(11, (5,), generator=torch.Generator().manual_seed(i)), i) for i in range(50)]
 loader = ctx.loader(data, batch_size=options.batch // ctx.world_size)
-run = ctx.run(**parts, loader=loader)
+largest = Largest() if options.largest else contextlib.nullcontext()
+if options.largest:
+    for name in ("prepare", "save_if_due", "commit"):
+        setattr(Saver, name, largest.watch(getattr(Saver, name)))
+with largest:
+    run = ctx.run(**parts, loader=loader, best="score" if options.best else None)
 print(f"begin {run.step} {digest()}", flush=True)
 for x, indices in run.steps(options.steps):
     if run.step == options.stop_in and ctx.rank == ctx.world_size - 1:
@@ -122,4 +156,10 @@ for x, indices in run.steps(options.steps):
         scheduler.step()
         optimizer.zero_grad()
     run.log(loss=loss, indices=indices.sum())
+    if options.best:
+        run.log(score=options.best[run.step])
+if options.best:
+    run.log(score=options.best[run.step])
 print(f"end {run.step} {digest()}", flush=True)
+if options.largest:
+    print(f"largest {largest.elements}", flush=True)

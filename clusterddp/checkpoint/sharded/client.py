@@ -54,6 +54,8 @@ class ShardClient:
         self._tables: dict[int, tuple[str, dict[str, list[Any]]]] = {}
         #: Of all tables, as the manifest has them. Empty if they have changed since.
         self._tensors = ""
+        #: The files of the newest save, on rank 0.
+        self._files: list[RankFile] = []
 
     def _pack(self, state: Mapping[str, Any]) -> PackedShard:
         packed = PackedShard(state, self._rank, self._plan)
@@ -159,9 +161,21 @@ class ShardClient:
                 raise NotSaved(self._step, f"{where}{message['failed']}", message["metrics"], disk=message["disk"])
         if (difference := self._unlike_rank_0()) is not None:
             raise NotSaved(self._step, difference)
-        files = tuple(RankFile(message["bytes"], message["checksum"]) for message in messages)
+        self._files = [RankFile(message["bytes"], message["checksum"]) for message in messages]
         self._tensors = self._tensors or encoded_tensors(self._all_tensors())
-        manifest = encoded(self._step, self._attempt, self._facts, files, self._tensors)
+        self._send_manifest()
+
+    def replace_facts(self, facts: Mapping[str, str]) -> None:
+        """Writes the manifest of the newest save again with these facts, on rank 0. Take its result before and after.
+
+        No effect if this attempt has not saved.
+        """
+        if self._files:
+            self._facts = facts
+            self._send_manifest()
+
+    def _send_manifest(self) -> None:
+        manifest = encoded(self._step, self._attempt, self._facts, self._files, self._tensors)
         self._own.commit_manifest(self._step, manifest)
         self._phase = _Phase.COMMITTING
 
