@@ -234,7 +234,7 @@ def judge_release(config: Configuration) -> Check:
     values = {"release": config.release, "cluster": cluster}
     found = f"{config.release or 'unknown release'}{where}, cluster {cluster or 'without a name'}"
     if not config.tested:
-        advice = f"clusterddp is tested with Slurm {oldest} to {newest}. Try `clusterddp drill` first"
+        advice = f"clusterddp is tested with Slurm {oldest} to {newest}. Try `clusterddp rehearse -p PARTITION` first"
         return warning("slurm", found, advice, **values)
     return ok("slurm", f"{found} (tested: {oldest} to {newest})", **values)
 

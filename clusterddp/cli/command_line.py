@@ -35,7 +35,6 @@ COMMANDS = {
     "export": "write a checkpoint's model to a file",
     "prune": "delete old checkpoints and logs of runs that are over",
     "rehearse": "disturb a script on purpose, and see whether it survives",
-    "drill": "test with a small job what a preemption would do to a run",
     "doctor": "check the cluster, or nodes, for what a run needs",
     "config": "show and check job definitions, sweeps and configuration files",
 }
@@ -90,10 +89,9 @@ DESCRIPTIONS = {
     "rehearse": "Find out whether a script survives preemptions, under clusterddp or by its own means. Start it "
     "several times on this machine, send it the notice of a preemption where that hurts, and compare the result with "
     "that of an undisturbed run. Each start has at most --steps steps. The script runs in a copy of its repository or "
-    "folder, and needs no change. The exit code is 0 if the script survives, 3 if the rehearsal found a fault, and 4 "
-    "if two undisturbed runs differ.",
-    "drill": "Test with a small job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
-    "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
+    "folder, and needs no change. With -p, a small job also tests what a preemption does in a partition, for which no "
+    "script is needed. The exit code is 0 if the script survives, 3 if the rehearsal found a fault, and 4 if it found "
+    "none but two undisturbed runs differ.",
     "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "
     "If lost nodes ended jobs of the runs in that folder, also show what spare nodes would have saved. "
     "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed. "

@@ -18,6 +18,7 @@ from clusterddp.rehearsal.conductor import Conductor
 from clusterddp.rehearsal.confinement import is_available
 from clusterddp.rehearsal.disturbances import Disturbance
 from clusterddp.rehearsal.facts import Place
+from clusterddp.rehearsal.preemption_job import Observed, observe
 from clusterddp.rehearsal.rehearsal import Rehearsal, rehearse
 from clusterddp.rehearsal.supervised import SupervisedConductor
 from clusterddp.rehearsal.trial import Stimulus
@@ -37,7 +38,13 @@ _NAMES = [one.value for one in Disturbance if one is not Disturbance.AT]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``rehearse``. What follows ``--`` goes to the script."""
-    parser.add_argument("target", metavar="SCRIPT.py | JOB.yaml", help="what to rehearse")
+    parser.add_argument("target", metavar="SCRIPT.py | JOB.yaml", nargs="?", help="what to rehearse")
+    parser.add_argument(
+        "-p", "--partition", help="also submit a small job to this partition, which tests the signal of a preemption, "
+        "Slurm's commands on the nodes, and a requeue",
+    )  # fmt: skip
+    parser.add_argument("-q", "--qos", help="with -p: quality of service, as in sbatch")
+    parser.add_argument("-N", "--nodes", type=int, default=1, help="with -p: number of nodes (default: 1)")
     parser.add_argument(
         "--under", choices=(SLURM, CLUSTERDDP), metavar="NAME",
         help="what starts the script again: slurm, so that it must resume by its own means, or clusterddp (default: "
@@ -78,6 +85,8 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     """Rehearses the script, prints the table and writes the certificate. Returns 0 if nothing was found."""
     wanted, at = _wanted(arguments)
     _check(arguments)
+    if arguments.target is None:
+        return _rehearse_partition(arguments)
     output = Path(arguments.output)
     if not output.is_dir():
         raise UsageError(f"--output {output}: there is no such folder")
@@ -127,13 +136,28 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         confined=is_available(),
         mode=under,
     )
-    _print(subject, found)
-    write_atomically(output / "rehearsal.json", json.dumps(as_json(subject, found), indent=1).encode() + b"\n")
-    write_atomically(output / "rehearsal.html", page(subject, found).encode())
+    observed = None
+    if arguments.partition:
+        observed = observe(arguments.partition, arguments.qos, arguments.nodes, show)
+        observed = replace(observed, save_s=found.script.save_s or None)
+    _print(subject, found, observed)
+    certificate = json.dumps(as_json(subject, found, observed), indent=1)
+    write_atomically(output / "rehearsal.json", certificate.encode() + b"\n")
+    write_atomically(output / "rehearsal.html", page(subject, found, observed).encode())
     show(f"Certificate: {output / 'rehearsal.json'}, {output / 'rehearsal.html'}")
-    if found.findings:
+    if found.findings or (observed and observed.problem):
         return RESUME_DIFFERS
     return 0 if found.unlike is None else NOT_REPEATABLE
+
+
+def _rehearse_partition(arguments: argparse.Namespace) -> int:
+    """Without a script, only the job in the partition is run. There is no certificate then."""
+    if not arguments.partition:
+        raise UsageError("name a script to rehearse, or a partition to test with -p")
+    observed = observe(arguments.partition, arguments.qos, arguments.nodes, show)
+    _put_rows(observed.rows())
+    put(observed.problem or f"a run in {observed.preemption.partition} survives a preemption if its script does")
+    return RESUME_DIFFERS if observed.problem else 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -143,6 +167,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--notice {arguments.notice:g}: expected seconds, more than 0 and at most 3600")
     if arguments.steps < 4:
         raise UsageError(f"--steps {arguments.steps}: expected at least 4, so that there is a step to disturb")
+    if (arguments.qos or arguments.nodes != 1) and not arguments.partition:
+        raise UsageError("-q and -N apply to the job that -p submits. Add -p PARTITION")
     if not arguments.limit > 0:
         raise UsageError(f"--limit {arguments.limit:g}: expected seconds, more than 0")
 
@@ -174,16 +200,21 @@ def _moment(text: str) -> Stimulus:
         ) from None
 
 
-def _print(subject: Subject, found: Rehearsal) -> None:
+def _put_rows(lines: Sequence[tuple[str, str, str]]) -> None:
+    width = max((len(what) for what, _, _ in lines), default=0)
+    for what, outcome, how in lines:
+        put(f"{what:<{width}}  {outcome:<12}  {how}".rstrip())
+
+
+def _print(subject: Subject, found: Rehearsal, observed: Observed | None) -> None:
     if found.unlike is not None:
         put(
             f"{subject.script} is not repeatable: two undisturbed runs differ in step {found.unlike}. Weights and "
             "losses were not compared. Seed all random generators, so that they can be"
         )
-    lines = rows(found)
-    width = max((len(what) for what, _, _ in lines), default=0)
-    for what, outcome, how in lines:
-        put(f"{what:<{width}}  {outcome:<12}  {how}".rstrip())
+    _put_rows([*rows(found), *(observed.rows() if observed else ())])
     for finding, _ in found.findings:
         put(f"{finding.rank.words}: {finding.detail}{place(finding.file, finding.line)}")
+    if observed and observed.problem:
+        put(f"{observed.preemption.partition}: {observed.problem}")
     put(f"{subject.script} {VERDICTS[found.verdict]} ({counted(found.starts, 'start')}, {found.seconds:.0f} s)")

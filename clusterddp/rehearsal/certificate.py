@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from clusterddp.rehearsal.preemption_job import Observed
 from clusterddp.rehearsal.rehearsal import Rehearsal, Tried
 from clusterddp.reporter import counted
 from clusterddp.version import __version__
@@ -38,7 +39,7 @@ class Subject:
     mode: str
 
 
-def as_json(subject: Subject, rehearsal: Rehearsal) -> dict[str, Any]:
+def as_json(subject: Subject, rehearsal: Rehearsal, observed: Observed | None = None) -> dict[str, Any]:
     """The content of ``rehearsal.json``."""
     return {
         "rehearsal": FORMAT,
@@ -59,6 +60,7 @@ def as_json(subject: Subject, rehearsal: Rehearsal) -> dict[str, Any]:
         "starts": rehearsal.starts,
         "seconds": round(rehearsal.seconds, 1),
         "verdict": rehearsal.verdict,
+        "partition": None if observed is None else _partition(observed),
         "disturbances": [_tried(one) for one in rehearsal.tried],
         "findings": [
             {
@@ -71,6 +73,20 @@ def as_json(subject: Subject, rehearsal: Rehearsal) -> dict[str, Any]:
             }
             for finding, disturbances in rehearsal.findings
         ],
+    }
+
+
+def _partition(observed: Observed) -> dict[str, Any]:
+    policy, first = observed.preemption, observed.first
+    return {
+        "name": policy.partition,
+        "mode": policy.mode,
+        "notice_s": policy.notice_s,
+        "ranks": first.get("ranks"),
+        "signalled": first.get("signalled"),
+        "missing": first.get("missing"),
+        "requeued": bool(observed.second),
+        "problem": observed.problem,
     }
 
 
@@ -103,7 +119,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-_CLASSES = {"ok": "ok", "not tried": "none", "warning": "none"}
+_CLASSES = {"ok": "ok", "known": "none", "not tried": "none", "warning": "none"}
 VERDICTS = {
     "survives": "survives what was tried",
     "loses_work": "loses work",
@@ -135,7 +151,7 @@ def _continued(one: Tried) -> str:
     return f"{one.at + ': ' if one.at else ''}{source} at step {one.resumed_step}, {repeated} repeated"
 
 
-def page(subject: Subject, rehearsal: Rehearsal) -> str:
+def page(subject: Subject, rehearsal: Rehearsal, observed: Observed | None = None) -> str:
     """The certificate as one HTML file."""
     facts = {
         "Script": " ".join([subject.script, *subject.arguments]),
@@ -155,7 +171,7 @@ def page(subject: Subject, rehearsal: Rehearsal) -> str:
     table = "".join(
         f'<tr class="{_CLASSES.get(outcome, "bad")}"><td>{_text(what)}</td>'
         f"<td>{_text(outcome)}</td><td>{_text(how)}</td></tr>"
-        for what, outcome, how in rows(rehearsal)
+        for what, outcome, how in [*rows(rehearsal), *(observed.rows() if observed else ())]
     )
     findings = "".join(
         f"<li><b>{_text(finding.rank.words)}</b> ({_text(finding.cause.value)}): {_text(finding.detail)}"
@@ -167,6 +183,9 @@ def page(subject: Subject, rehearsal: Rehearsal) -> str:
         verdict=_text(f"{subject.script} {VERDICTS[rehearsal.verdict]}."),
         facts=listed,
         table=table,
+        problem=f"<p>{_text(observed.preemption.partition)}: {_text(observed.problem)}.</p>"
+        if observed and observed.problem
+        else "",
         findings=f"<h2>Findings</h2><ul>{findings}</ul>" if findings else "",
     )
 
@@ -196,6 +215,7 @@ vertical-align: top; border-bottom: 1px solid #ddd; }} th {{ font-weight: 600; }
 <h1>{title}</h1><p class="verdict">{verdict}</p>
 <table>{facts}</table>
 <h2>Disturbances</h2><table><tr><th>Disturbance</th><th>Outcome</th><th>How it continued</th></tr>{table}</table>
+{problem}
 {findings}
 </body></html>
 """

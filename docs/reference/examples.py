@@ -76,8 +76,8 @@ EXAMPLES = {
         "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"
     ),
     "report": "clusterddp report runs/train-0 -o report.html",
-    "rehearse": "clusterddp rehearse train.py\nclusterddp rehearse train.py --only step,save,kill -- --epochs 2",
-    "drill": "clusterddp drill -p gpu --run runs/train-0",
+    "rehearse": "clusterddp rehearse train.py\nclusterddp rehearse train.py --only step,save,kill -- --epochs 2\n"
+    "clusterddp rehearse train.py -p gpu -N 2\nclusterddp rehearse -p gpu",
     "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu\nclusterddp doctor --failed-nodes",
     "export": "clusterddp export runs/train-0 model.safetensors",
     "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h\nclusterddp wait --resubmit runs/train-0",

@@ -203,8 +203,7 @@ WITHOUT_RUN: dict[str, Cell] = {
 #: Tested elsewhere alone, with the reason.
 ELSEWHERE = {
     "drain": "needs a spare node: test_spares.py",
-    "drill": "waits for two jobs: test_drill.py",
-    "rehearse": "has no run: test_rehearse.py",
+    "rehearse": "has no run: test_rehearse.py, test_preemption_job.py",
     "shell": "needs a terminal: test_shell.py",
 }
 

@@ -490,6 +490,7 @@ def test_facts_and_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
         ["--steps", "1"],
         ["--limit", "0"],
         ["--output", "nowhere"],
+        ["-N", "2"],
     ],
 )
 def test_wrong_options_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:

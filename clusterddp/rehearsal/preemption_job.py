@@ -1,4 +1,4 @@
-"""``clusterddp drill``: a small job tests what a preemption would do to a run.
+"""A small job that tests what a preemption would do to a run in a partition: ``clusterddp rehearse -p PARTITION``.
 
 Users cannot preempt their own jobs. The job tests whether the nodes have Slurm's commands, whether the signal of a
 preemption reaches every rank, and whether a requeue from inside the job restarts it. The length of the notice comes
@@ -7,7 +7,6 @@ from the controller's configuration. This module is also the job's batch step an
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -17,17 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import SlurmError, UsageError
-from clusterddp.history.checkpoints import Checkpoint
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
-from clusterddp.reporter import show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import read_json
-from clusterddp.rundir.run_directory import RunDirectory, open_run
 from clusterddp.runs.waiting import Hold
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration, queue
@@ -40,48 +37,85 @@ QUEUE_S, RANK_S = 3600.0, 60.0
 COMMANDS = ("srun", "scontrol", "sbatch", "scancel")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``drill``."""
-    parser.add_argument("-p", "--partition", help="partition, as in sbatch")
-    parser.add_argument("-q", "--qos", help="quality of service, as in sbatch")
-    parser.add_argument("-N", "--nodes", type=int, default=1, help="number of nodes (default: 1)")
-    parser.add_argument("--run", metavar="RUN", help="compare the notice with the time that this run's last save took")
+@dataclass(frozen=True)
+class Observed:
+    """What the job showed. ``first`` and ``second``: what it wrote at its two starts. ``lifted_at``: when its hold was
+    lifted. ``save_s``: how long a save of the script took, if one was seen."""
+
+    preemption: Preemption
+    first: StartFacts
+    second: StartFacts
+    lifted_at: float | None = None
+    save_s: float | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why a run would not survive a preemption here, or None if it would."""
+        first = self.first
+        if not first:
+            return "the job did not start within an hour, or failed. See its state with sacct"
+        if first["signalled"] < first["ranks"]:
+            return "the signal does not reach every rank. Start python directly, not in a wrapper script"
+        if "scontrol" in first["missing"]:
+            return "scontrol is missing on the nodes. Keep `clusterddp wait --resubmit` running on a login node"
+        if not self.second and not self.preemption.must_resubmit:
+            error = first.get("requeue_error")
+            return "the requeued job did not start again" + (f": {error}" if error else "")
+        if self.save_s is not None and self.preemption.notice_s < 2 * self.save_s + 2:
+            return (
+                f"a save takes {self.save_s:.1f} s and may not finish within the notice of {self.preemption.notice_s} "
+                "s. Save more often to repeat fewer steps"
+            )
+        return None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """For the table of a rehearsal: what was tested, what came of it, and what was seen."""
+        name, first = self.preemption.partition, self.first
+        found = [(f"the notice of {name}", "known", self.preemption.sentence(Job(name="rehearsal", device="cpu")))]
+        if first:
+            missing = f"missing: {', '.join(first['missing'])}" if first["missing"] else "all found on the nodes"
+            reached = f"TERM reached {first['signalled']} of {first['ranks']} ranks in {first['seconds']:.2f} s"
+            found.append((f"Slurm's commands in {name}", "fails" if "scontrol" in first["missing"] else "ok", missing))
+            found.append((f"signals in {name}", "ok" if first["signalled"] == first["ranks"] else "fails", reached))
+        if self.second:
+            since = ""
+            if self.lifted_at is not None:
+                since = f"the job started {self.second['time'] - self.lifted_at:.1f} s after the hold was lifted"
+            found.append((f"a requeue in {name}", "ok", since))
+        elif first and not self.preemption.must_resubmit:
+            found.append((f"a requeue in {name}", "fails", first.get("requeue_error", "the job did not start again")))
+        return found
 
 
-def run(arguments: argparse.Namespace, _: object) -> int:
-    """Submits the job, waits for it and prints its results. Returns 0 if a run would survive a preemption here."""
-    run = open_run(arguments.run) if arguments.run else None
-    save_s = last_save_s(run) if run else None
-    if run and save_s is None:
-        raise UsageError(f"{run} has no checkpoint. Choose a run that has saved one, or omit --run")
+def observe(partition: str | None, qos: str | None, nodes: int, tell: Callable[[str], object]) -> Observed:
+    """Submits the job and waits for it."""
     slurm.require("sbatch", "scontrol", "sinfo")
-    preemption = configuration.preemption(arguments.partition, arguments.qos)
-    with tempfile.TemporaryDirectory(prefix="clusterddp-drill-", dir=Path.cwd(), ignore_cleanup_errors=True) as path:
+    preemption = configuration.preemption(partition, qos)
+    with tempfile.TemporaryDirectory(prefix="clusterddp-rehearse-", dir=Path.cwd(), ignore_cleanup_errors=True) as path:
         folder = Path(path)
-        script = folder / "drill.sbatch"
-        script.write_text(drill_script(arguments.partition, arguments.qos, arguments.nodes, folder, sys.executable))
+        script = folder / "rehearse.sbatch"
+        script.write_text(batch_script(partition, qos, nodes, folder, sys.executable))
         job_id = queue.submit(script)
-        show(f"drill: submitted job {job_id} to partition {preemption.partition}")
+        tell(f"submitted job {job_id} to partition {preemption.partition}")
         try:
             lifted_at = _await_end(job_id, folder)
         finally:
             slurm.patiently(lambda: slurm.cancel(job_id))
         found = [read_json(folder / name) or {} for name in ("first.json", "second.json")]
-    print("\n".join(report(preemption, found[0], found[1], lifted_at, save_s)))
-    return 0 if verdict(preemption, found[0], found[1], save_s) is None else 1
+    return Observed(preemption, found[0], found[1], lifted_at)
 
 
-def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Path, python: str) -> str:
+def batch_script(partition: str | None, qos: str | None, nodes: int, folder: Path, python: str) -> str:
     """The batch script of the job."""
     options = {
-        "job-name": "clusterddp-drill", "partition": partition, "qos": qos, "nodes": str(nodes), "ntasks-per-node": "1",
-        "time": "10", "output": f"{folder}/log", "open-mode": "append",
+        "job-name": "clusterddp-rehearse", "partition": partition, "qos": qos, "nodes": str(nodes),
+        "ntasks-per-node": "1", "time": "10", "output": f"{folder}/log", "open-mode": "append",
     }  # fmt: skip
     for text in (*options.values(), python):
         if text is not None and not text.isprintable():
             raise UsageError(f"{text!r}: line breaks and control characters are not allowed in a batch script")
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
-    command = f"exec {shlex.join([*module_command('clusterddp.cli.drill', python), str(folder)])}"
+    command = f"exec {shlex.join([*module_command('clusterddp.rehearsal.preemption_job', python), str(folder)])}"
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", "trap '' TERM", command, ""])
 
 
@@ -97,46 +131,6 @@ def _await_end(job_id: str, folder: Path) -> float | None:
             lifted_at = time.time()
         time.sleep(0.5)
     return lifted_at
-
-
-def last_save_s(run: RunDirectory) -> float | None:
-    """Seconds that the last save of a run took until it was durable."""
-    saved = run.history().last(Checkpoint)
-    return None if saved is None else saved.durable_s
-
-
-def verdict(preemption: Preemption, first: StartFacts, second: StartFacts, save_s: float | None) -> str | None:
-    """Why a run would not survive a preemption here, or None if it would."""
-    if not first:
-        return "the job did not start within an hour, or failed. See its state with sacct"
-    if first["signalled"] < first["ranks"]:
-        return "the signal does not reach every rank. Start python directly, not in a wrapper script"
-    if "scontrol" in first["missing"]:
-        return "scontrol is missing on the nodes. Keep `clusterddp wait --resubmit` running on a login node"
-    if not second and not preemption.must_resubmit:
-        error = first.get("requeue_error")
-        return "the requeued job did not start again" + (f": {error}" if error else "")
-    if save_s is not None and preemption.notice_s < 2 * save_s + 2:
-        return "a save may not finish within the notice. Save more often to repeat fewer steps"
-    return None
-
-
-def report(
-    preemption: Preemption, first: StartFacts, second: StartFacts, lifted_at: float | None, save_s: float | None
-) -> list[str]:
-    """The results, line by line."""
-    lines = [f"notice    {preemption.sentence(Job(name='drill', device='cpu'))}"]
-    if first:
-        missing = f"missing: {', '.join(first['missing'])}" if first["missing"] else "all found on the nodes"
-        reached = f"{first['signalled']} of {first['ranks']} ranks in {first['seconds']:.2f} s"
-        lines += [f"commands  {missing}", f"signals   TERM reached {reached}"]
-    if second:
-        since = f". The job started {second['time'] - lifted_at:.1f} s after the hold was lifted" if lifted_at else ""
-        lines.append(f"requeue   works{since}")
-    problem = verdict(preemption, first, second, save_s) or "safe"
-    if save_s:
-        problem = f"{preemption.partition} gives {preemption.notice_s} s. Your last save took {save_s:.1f} s: {problem}"
-    return [*lines, f"verdict   {problem}"]
 
 
 # --- on the nodes
@@ -158,7 +152,7 @@ def first_start(folder: Path, job_id: str) -> None:
         "srun",
         "--export=ALL",
         "--ntasks-per-node=1",
-        *module_command("clusterddp.cli.drill"),
+        *module_command("clusterddp.rehearsal.preemption_job"),
         "--rank",
         str(folder),
     ]
