@@ -111,7 +111,7 @@ class Script:
         return cls(
             len(steps),
             saves,
-            sorted({one.local for one in start.of(Evaluated)}),
+            sorted({one.local for one in start.of(Evaluated) if one.local}),
             [number for number in epoch_starts(steps) if number],
             max(lengths, default=0.0),
             loads,

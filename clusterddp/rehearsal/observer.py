@@ -407,7 +407,7 @@ class Observer:
                 found = train(this, mode)
             finally:
                 self._switching = False
-            if not mode and self._local and not self._evaluating:
+            if not mode and not self._evaluating:
                 self._evaluating = True
                 self.report(Evaluated(self._local))
                 self._watch_forward()
