@@ -22,8 +22,8 @@ _CAUSES = {
 INTRODUCTION = """\
 # What public training scripts lose to a preemption
 
-Twelve public repositories at pinned commits were [rehearsed](../guide/rehearse.md) with two ranks on one machine, in
-small configurations. `make rehearse-repositories REPOSITORIES=FOLDER` repeats it, and keeps [a certificate of
+Public repositories at pinned commits were [rehearsed](../guide/rehearse.md) with two ranks on one machine, in small
+configurations. `make rehearse-repositories REPOSITORIES=FOLDER` repeats it, and keeps [a certificate of
 each](../../tests/repositories/certificates). The sizes, the data and the substitutions are those of the [tested
 repositories](../../tests/repositories/RESULTS.md).
 
@@ -43,9 +43,11 @@ def page(entries: Sequence[Repository], certificates: Mapping[str, Certificates]
     """The whole page."""
     names = _disturbances(certificates)
     head = ["repository", "steps", *(Disturbance(name).words for name in names), "first cause", "under clusterddp"]
-    rows = [_row(entry, certificates.get(entry.name, {}), names) for entry in entries]
-    parts = [INTRODUCTION, table(head, rows), "\n## What each loses, and why\n"]
-    parts += [_findings(entry, certificates[entry.name]) for entry in entries if certificates.get(entry.name)]
+    made = [(entry, own) for entry in entries if "slurm" in (own := certificates.get(entry.name, {}))]
+    missing = [entry.name for entry in entries if all(entry is not one for one, _ in made)]
+    parts = [INTRODUCTION, table(head, [_row(entry, own, names) for entry, own in made]), ""]
+    parts += [f"Not rehearsed yet: {', '.join(missing)}.\n"] if missing else []
+    parts += ["## What each loses, and why\n", *(_findings(entry, own["slurm"]) for entry, own in made)]
     return "\n".join(parts)
 
 
@@ -55,10 +57,9 @@ def _disturbances(certificates: Mapping[str, Certificates]) -> list[str]:
 
 
 def _row(entry: Repository, modes: Certificates, names: Sequence[str]) -> list[str]:
-    link = f"[{entry.title or entry.url.removeprefix('https://github.com/')}]({entry.url}/tree/{entry.commit})"
-    own = modes.get("slurm")
-    if own is None:
-        return [link, "", *[""] * len(names), "not rehearsed", ""]
+    own = modes["slurm"]
+    name = entry.title or entry.url.removeprefix("https://github.com/")
+    link = f"[{name} at {entry.commit[:7]}]({entry.url}/tree/{entry.commit})"
     cells = [_cell(own, name) for name in names]
     return [link, str(own["steps"]), *cells, _first_cause(own), _verdict(modes.get("clusterddp"))]
 
@@ -70,11 +71,10 @@ def _cell(certificate: Mapping[str, Any], name: str) -> str:
     tried = next((one for one in certificate["disturbances"] if one["name"] == name), None)
     if tried is None or not tried["tried"]:
         return "not tried"
-    ranks = [one["rank"] for one in certificate["findings"] if name in one["disturbances"]]
     if tried["resumed_step"] is None and tried["result"] == "unfinished":
         return "**does not start again**"
     repeated = f"{tried['repeated_steps'] or 0} repeated"
-    return f"{repeated}, **wrong result**" if "wrong_result" in ranks else repeated
+    return f"{repeated}, **wrong result**" if tried["result"] == "differs" else repeated
 
 
 def _first_cause(certificate: Mapping[str, Any]) -> str:
@@ -88,10 +88,10 @@ def _verdict(certificate: Mapping[str, Any] | None) -> str:
     return "" if certificate is None else str(certificate["verdict"]).replace("_", " ")
 
 
-def _findings(entry: Repository, modes: Certificates) -> str:
+def _findings(entry: Repository, certificate: Mapping[str, Any]) -> str:
     lines = [f"### {entry.name}", ""]
     lines += [entry.loses.strip(), ""] if entry.loses else []
-    lines += [f"- {_said(one)}" for one in modes["slurm"]["findings"]] if "slurm" in modes else []
+    lines += [f"- {_said(one)}" for one in certificate["findings"]]
     return "\n".join([*lines, ""])
 
 

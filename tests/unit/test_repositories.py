@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from clusterddp.jobdef import kinds
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.repositories import rehearsals, rehearsals_page
 from tests.repositories.disturbances import Result, outcome_of
 from tests.repositories.entries import Copy, Repository, read_all
 
@@ -37,6 +39,25 @@ def test_a_run_that_lacks_steps_or_confirmation_is_not_complete() -> None:
     assert Result(**made).complete(WHOLE)
     for change in ({"confirmed": False}, {"steps": 7}, {"state": "failed"}, {"disturbed": False}):
         assert not Result(**made | change).complete(WHOLE)
+
+
+def test_the_page_of_rehearsals_shows_what_a_certificate_says() -> None:
+    step = {"name": "step", "tried": True, "resumed_step": 8, "repeated_steps": 4, "result": "differs"}
+    kill = {"name": "kill", "tried": True, "resumed_step": None, "repeated_steps": None, "result": "unfinished"}
+    cause = {"rank": "loses_work", "cause": "new_folder", "detail": "a sentence", "file": "a.py", "line": 3}
+    certificate = {"repeatable": True, "steps": 24, "disturbances": [step, kill], "findings": [cause]}
+    shown = rehearsals_page.page([_entry(), _entry(name="other")], {"some": {"slurm": certificate}})
+    row = next(line for line in shown.splitlines() if "owner/some" in line)
+    assert row.split(" | ")[1:5] == ["24", "4 repeated, **wrong result**", "**does not start again**", "new folder"]
+    assert "Not rehearsed yet: other." in shown and "a sentence (a.py:3)" in shown
+
+
+def test_certificates_are_kept_of_the_pinned_commits_and_hold_no_path_of_a_machine() -> None:
+    entries = {entry.name: entry for entry in read_all()}
+    for file in rehearsals.CERTIFICATES.glob("*.json"):
+        certificate = json.loads(file.read_text())
+        assert certificate["commit"] == entries[file.name.split(".")[0]].commit
+        assert not re.search(r'"(/tmp|/home|/work|/root)/', file.read_text())
 
 
 def _entry(**changes: object) -> Repository:
