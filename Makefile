@@ -65,7 +65,7 @@ DEMO_RUN = .clusterddp-demo
 
 demo: .venv/ready
 	@rm -rf $(DEMO_RUN)
-	.venv/bin/clusterddp submit jobs/digits.yaml --local --device cpu --nodes 2 --gpus 2 --preempt-after 120 --run-dir $(DEMO_RUN)
+	CLUSTERDDP_PREEMPT=[120] .venv/bin/clusterddp submit jobs/digits.yaml --local --device cpu --nodes 2 --gpus 2 --run-dir $(DEMO_RUN)
 	@cat $(DEMO_RUN)/outcome.json
 
 test: .venv/integrations slurm

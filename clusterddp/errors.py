@@ -12,8 +12,8 @@ from typing import ClassVar
 #: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again).
 #: Those above 128 are what a shell reports for SIGINT and SIGPIPE.
 FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 75, 130, 141
-#: Only of `submit --check-resume` and `rehearse`: a resume makes a difference, and the run differs even without one.
-RESUME_DIFFERS, NOT_REPEATABLE = 3, 4
+#: Only of `rehearse`: it has found a fault, and the script differs even undisturbed.
+FAULT_FOUND, NOT_REPEATABLE = 3, 4
 #: Of commands that wait for a run: it completed, but its script may have exited without training.
 UNCONFIRMED = 14
 #: Only of `clusterddp wait`: the worst end of its runs, in this order. TIMED_OUT is that of timeout(1).
@@ -24,11 +24,11 @@ MEANINGS: Mapping[int | str, str] = {
     0: "The command did what was asked. With `--wait`, `-f`, `--local` and `--here`, the run is completed.",
     FAILED: "An error, which the message explains, or a run that ended without being completed.",
     WRONG_USAGE: "The command line or the job definition is wrong. Nothing was submitted or written.",
-    RESUME_DIFFERS: "`submit --check-resume`: a resume makes a difference. `rehearse`: something was found.",
-    NOT_REPEATABLE: "`submit --check-resume` and `rehearse`: the run differs even without a resume.",
+    FAULT_FOUND: "`rehearse` has found a fault in the script.",
+    NOT_REPEATABLE: "`rehearse`: two undisturbed runs of the script differ.",
     INTERNAL_ERROR: "An internal error. The message names the file with the traceback.",
-    STOPPED: "EX_TEMPFAIL: start it again. A script without a supervisor, or `submit --check-resume`, was stopped "
-    "before its end. `submit` of a sweep: Slurm refused some members, and the same command submits the rest.",
+    STOPPED: "EX_TEMPFAIL: start it again. A script without a supervisor was stopped before its end. `submit` of "
+    "a sweep: Slurm refused some members, and the same command submits the rest.",
     INTERRUPTED: (
         "Ctrl-C, or a run with `--local` or `--here` that was saved and stopped, for example by a preemption of the "
         "allocation. The message says how to continue it."
@@ -39,10 +39,9 @@ MEANINGS: Mapping[int | str, str] = {
 #: The exit codes by which a command gives its answer.
 ANSWERS: Mapping[str, str] = {
     "submit": "0: submitted. With `--wait`, `-f`, `--local` and `--here`: 0 if the run completed, "
-    f"{UNCONFIRMED} if it completed but this is not confirmed, 1 if it completed without a preemption of "
-    "`--preempt-after` or `--preempt-at`, else the training's exit code, or 1.",
-    "rehearse": f"0: nothing was found. {RESUME_DIFFERS}: something was. {NOT_REPEATABLE}: two undisturbed runs "
-    "differ. 1: the script does not run undisturbed.",
+    f"{UNCONFIRMED} if it completed but this is not confirmed, else the training's exit code, or 1.",
+    "rehearse": f"0: the script survives. {FAULT_FOUND}: the rehearsal has found a fault. {NOT_REPEATABLE}: two "
+    "undisturbed runs differ. 1: the script fails undisturbed.",
     "wait": "0: all runs completed. Otherwise the code of the worst outcome, in this order: "
     + ", ".join(f"{code} {word}" for word, code in WAITED.items())
     + f". {TIMED_OUT}: the timeout expired before all of them ended, or with `--any` before one of them did.",
@@ -131,24 +130,6 @@ class CheckpointMismatch(CheckpointError):
 class LastSaveFailed(CheckpointError):
     """The disk did not take the last checkpoint for as long as the ranks waited. A restart would repeat the steps since
     the newest checkpoint, only to find the same disk."""
-
-
-class ResumeDiffers(ClusterddpError):
-    """``submit --check-resume`` found that the resumed run differs. The message names the first difference."""
-
-    exit_code = RESUME_DIFFERS
-
-
-class NotRepeatable(ResumeDiffers):
-    """Two runs differ even without a resume."""
-
-    exit_code = NOT_REPEATABLE
-
-
-class CheckUnfinished(ClusterddpError):
-    """``submit --check-resume`` was stopped before it had a result. The message names the cause. Start it again."""
-
-    exit_code = STOPPED
 
 
 class RunFailed(ClusterddpError):

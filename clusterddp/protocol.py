@@ -54,10 +54,6 @@ PREFLIGHT = Variable("CLUSTERDDP_PREFLIGHT", "supervisor to ranks: on if the nod
 HYDRA = Variable(
     "CLUSTERDDP_HYDRA", "supervisor to ranks: when the run began, in unix seconds, for a Hydra app, otherwise empty"
 )
-CHECK_RESUME = Variable(
-    "CLUSTERDDP_CHECK_RESUME",
-    "`submit --check-resume` to ranks: STEPS:FOLDER, when to stop and where to record steps",
-)
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 PROTECT_SAVES = Variable("CLUSTERDDP_PROTECT_SAVES", "supervisor to ranks: off if the script's saves are not protected")
 SEE_STEPS = Variable("CLUSTERDDP_SEE_STEPS", "supervisor to ranks: off if torch's optimizer steps are not counted")
@@ -121,6 +117,11 @@ STOP_SIGNAL = Variable(
 )
 REHEARSAL = Variable("CLUSTERDDP_REHEARSAL", "rehearse to ranks: the file that says what they observe")
 REHEARSAL_WRITABLE = Variable("CLUSTERDDP_REHEARSAL_WRITABLE", "rehearse to ranks: the folders that they may write to")
+PREEMPT = Variable(
+    "CLUSTERDDP_PREEMPT",
+    "clusterddp's own tests to `submit --local`: when each attempt is preempted, as JSON: after a step (120), after "
+    "seconds (2.5), or at a line that matches",
+)
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
 
@@ -144,7 +145,7 @@ FOR_RANKS = (
         WATCHDOG,
         TERM_NOTICE_S,
     ),
-    *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, RUN_ID),
+    *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, HYDRA, DEVICE_MEMORY, FIRST_JOB, RUN_ID),
     *(TRACKERS, SAVED, SAVED_ITEMS, RESUMABLE, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
     *(PROTECT_SAVES, SEE_STEPS, RANK_PROCESS, INTERFACE),
 )

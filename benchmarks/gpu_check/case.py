@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from clusterddp.protocol import PREEMPT
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import story
 
@@ -102,15 +103,20 @@ class Lab:
         nodes: int = 1,
         options: Sequence[object] = (),
         environment: Mapping[str, str] | None = None,
+        preempted: Sequence[int] = (),
         path: Path | None = None,
     ) -> tuple[RunDirectory, subprocess.Popen[bytes]]:
-        """A run under ``submit --local``, as a user's: with supervisor, watchdog and writer."""
+        """A run under ``submit --local``, as a user's: with supervisor, watchdog and writer. ``preempted``: after these
+        steps, one an attempt."""
         run = RunDirectory(path or self.folder / f"run-{len(self.runs)}")
         self.runs.append(run)
         shape = ["--device", "cuda", "--nodes", nodes, "--gpus", ranks or self.ranks, *options]
         submit = [sys.executable, "-m", "clusterddp", "submit", program, "--local", "--run-dir", run]
         with self._log(run).open("wb") as log:
-            how: dict[str, Any] = {"cwd": REPOSITORY, "env": {**os.environ, **(environment or {})}}
+            how: dict[str, Any] = {
+                "cwd": REPOSITORY,
+                "env": {**os.environ, **(environment or {}), PREEMPT: json.dumps(preempted)},
+            }
             command = list(map(str, [*submit, *shape, "--", *script]))
             return run, subprocess.Popen(command, stdout=log, stderr=log, **how)
 

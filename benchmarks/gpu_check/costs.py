@@ -75,7 +75,8 @@ def large_state(lab: Lab) -> Finding:
         *(lab.folder, "--gigabytes", sizes.state_gb, "--tensors", sizes.tensors),
         program=SCRIPTS / "gpu_large.py",
         ranks=1,
-        options=["--set", "checkpoint.every=4 steps", "--set", "checkpoint.keep=1", "--preempt-after", 6],
+        options=["--set", "checkpoint.every=4 steps", "--set", "checkpoint.keep=1"],
+        preempted=[6],
     )
     files = [lab.folder / f"attempt-{attempt}.json" for attempt in (0, 1)]
     wait_until(lambda: files[1].exists() or process.poll() is not None, "the restored attempt", timeout=3600)

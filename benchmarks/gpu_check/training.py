@@ -42,10 +42,10 @@ def exact(lab: Lab, *script: object, environment: dict[str, str] | None = None) 
     steps = lab.sizes.steps
     script = (*PACED, "--steps", steps, *script)
     whole = lab.reference(*script)
-    stops = ["--preempt-after", steps // 5, "--preempt-after", steps * 7 // 10]
     stopped = lab.train(
         *(*script, "--wrong", "kill", "--attempt", 1, "--at", steps // 2),
-        options=[*stops, "--set", f"checkpoint.every={steps // 10} steps"],
+        options=["--set", f"checkpoint.every={steps // 10} steps"],
+        preempted=[steps // 5, steps * 7 // 10],
         environment=environment,
     )
     resumed = [event["step"] for event in stopped.events() if event["event"] == "resumed"]
@@ -75,7 +75,7 @@ def workers(lab: Lab) -> Finding:
     """Two loader workers, and a device that lags: the bits are those of a run without either."""
     steps = lab.sizes.steps
     whole = lab.reference(*PACED, "--steps", steps)
-    lagging = lab.train(*("--steps", steps, "--workers", 2, "--lag", 0.02), options=["--preempt-after", steps // 2])
+    lagging = lab.train(*("--steps", steps, "--workers", 2, "--lag", 0.02), preempted=[steps // 2])
     different = differing(whole, lagging)
     assert not different, f"these differ from the run without workers and lag: {different[:5]}"
     cycles = [line["cycle_s"] for line in lagging.metrics()]
@@ -129,7 +129,7 @@ def _is_buffer(name: str) -> bool:
 
 def digits(lab: Lab) -> Finding:
     """jobs/digits.yaml as it stands, on GPUs, preempted once."""
-    run = lab.train(*("--steps", 240), program=REPOSITORY / "jobs" / "digits.yaml", options=["--preempt-after", 120])
+    run = lab.train(*("--steps", 240), program=REPOSITORY / "jobs" / "digits.yaml", preempted=[120])
     (last,) = max(run.logs.glob("attempt-*")).glob("rank-0.out")
     accuracy = re.search(r"test accuracy ([\d.]+), macro-F1 ([\d.]+)", last.read_text())
     assert accuracy, f"no accuracy in {last.read_text()[-300:]!r}"

@@ -20,7 +20,6 @@ from clusterddp.reporter import show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, open_run
 from clusterddp.runs import recording
-from clusterddp.runs.resume_check import LEAST_STEPS
 from clusterddp.runs.submission import describe
 from clusterddp.runs.sweep_members import Definition, is_sweep, read_definition
 
@@ -82,31 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--here", action="store_true", help="run in this shell's allocation (salloc, or an sbatch script)"
     )
     submission.add_argument(
-        "--check-resume", type=int, metavar="N",
-        help="with --local: run the first N steps with and without resumes, in temporary run directories, and name "
-        "the first difference",
-    )  # fmt: skip
-    submission.add_argument(
         "--debug", nargs="?", type=int, const=0, metavar="RANK",
         help="connect a rank to this terminal for breakpoint(), while the others wait (default: 0)",
     )  # fmt: skip
     local = parser.add_argument_group("without Slurm")
     local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
-    local.add_argument(
-        "--preempt-after", action=_Preemption, default=[], dest="preemptions", metavar="STEP|SECONDSs",
-        help="simulate a preemption after a step (120) or after seconds (2.5s). Repeat it for the next attempts",
-    )  # fmt: skip
-    local.add_argument(
-        "--preempt-at", action=_Preemption, default=[], dest="preemptions", metavar="REGEX",
-        help="simulate a preemption once a rank prints a line that matches. Repeat it for the next attempts",
-    )  # fmt: skip
-
-
-class _Preemption(argparse.Action):
-    """Collects ``--preempt-after`` and ``--preempt-at`` in their order, each with its option."""
-
-    def __call__(self, _: object, namespace: argparse.Namespace, value: object, option: str | None = None) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), (option, value)])
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,10 +118,6 @@ def check_combinations(arguments: argparse.Namespace, definition: Definition | N
     """Refuses options that contradict each other. ``definition``: of the sweep that the target names."""
     if arguments.target and arguments.module:
         raise UsageError(f"{arguments.target} and -m {arguments.module} were given. Expected only one of them")
-    if not arguments.local and arguments.preemptions:
-        raise UsageError("--preempt-after and --preempt-at require --local")
-    if arguments.check_resume is not None:
-        _check_check_resume(arguments, definition)
     if arguments.sweep or definition:
         _check_sweep(arguments, definition)
     elif arguments.max_running is not None or arguments.retry:
@@ -186,32 +161,13 @@ def check_combinations(arguments: argparse.Namespace, definition: Definition | N
         raise UsageError(f"{option} cannot be combined with --local, which submits no batch job")
 
 
-def _check_check_resume(arguments: argparse.Namespace, definition: Definition | None) -> None:
-    """Refuses options that do not apply to ``--check-resume``, which runs here and keeps no run."""
-    if not arguments.local:
-        raise UsageError("--check-resume requires --local, because it starts the ranks on this machine, not in a job")
-    if arguments.check_resume < LEAST_STEPS:
-        raise UsageError(
-            f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, because it resumes twice"
-        )
-    others = {
-        "--sweep": arguments.sweep, "the file of a sweep": definition, "--fork": arguments.fork,
-        "--take-over": arguments.take_over,
-        "--change": arguments.change, **{option: True for option, _ in arguments.preemptions},
-        "--debug": arguments.debug is not None, "--wait": arguments.wait, "-f": arguments.follow,
-        "--dry-run": arguments.dry_run,
-    }  # fmt: skip
-    if given := [option for option, value in others.items() if value]:
-        raise UsageError(f"{', '.join(given)} cannot be combined with --check-resume, which keeps no run")
-
-
 def _check_sweep(arguments: argparse.Namespace, definition: Definition | None) -> None:
     """Refuses options for a single run with a sweep, and values that cannot be."""
     if arguments.sweep and definition:
         raise UsageError(f"--sweep cannot be combined with {arguments.target}. Add the values to that file")
     single = {
         "--here": arguments.here, "--fork": arguments.fork, "--take-over": arguments.take_over,
-        "--wait": arguments.wait, "-f": arguments.follow, **{option: True for option, _ in arguments.preemptions},
+        "--wait": arguments.wait, "-f": arguments.follow,
         "--debug": arguments.debug is not None,
     }  # fmt: skip
     if given := [option for option, value in single.items() if value]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS, UsageError
+from clusterddp.errors import FAULT_FOUND, NOT_REPEATABLE, UsageError
 from clusterddp.rehearsal.certificate import VERDICTS, Subject, as_json, page, place, rows
 from clusterddp.rehearsal.conductor import Conductor
 from clusterddp.rehearsal.confinement import is_available
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     write_atomically(output / "rehearsal.html", page(subject, found, observed).encode())
     show(f"Certificate: {output / 'rehearsal.json'}, {output / 'rehearsal.html'}")
     if found.findings or (observed and observed.problem):
-        return RESUME_DIFFERS
+        return FAULT_FOUND
     return 0 if found.unlike is None else NOT_REPEATABLE
 
 
@@ -157,7 +157,7 @@ def _rehearse_partition(arguments: argparse.Namespace) -> int:
     observed = observe(arguments.partition, arguments.qos, arguments.nodes, show)
     _put_rows(observed.rows())
     put(observed.problem or f"a run in {observed.preemption.partition} survives a preemption if its script does")
-    return RESUME_DIFFERS if observed.problem else 0
+    return FAULT_FOUND if observed.problem else 0
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ Does not import torch, to answer at once and spare the login node.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -22,6 +23,7 @@ from clusterddp.cli.options import check_combinations, read_sweep, resolve_job
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import FAILED, INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.protocol import PREEMPT
 from clusterddp.reporter import counted, duration, enumerated, put, say, show
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, runs_folder
 from clusterddp.runs import recording, sweep_submission
@@ -53,8 +55,6 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         raise UsageError(f"--debug {arguments.debug}: the job has {counted(job.world_size, 'rank')}, numbered from 0")
     if arguments.sweep or definition:
         return submit_sweep(arguments, job, definition)
-    if arguments.check_resume is not None:
-        return submit_check(arguments, job)
     place = place_of(arguments)
     differences = check(job, arguments.run_dir, change=arguments.change, place=place)
     if differences is None:
@@ -75,23 +75,13 @@ def place_of(arguments: argparse.Namespace) -> str | None:
     return "--local" if arguments.local else "--here" if arguments.here else None
 
 
-def submit_check(arguments: argparse.Namespace, job: Job) -> int:
-    """Checks the resume on this machine, and waits."""
-    from clusterddp.runs.resume_check import check_resume
-
-    check(job, None, place="--local")
-    return check_resume(job, arguments.check_resume)
-
-
 def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     """Runs the job on this machine, and waits."""
-    from clusterddp.runs.local import LocalRun, Moment, step_warning
+    from clusterddp.runs.local import LocalRun, Moment
 
-    moments = [Moment.parse(*given) for given in arguments.preemptions]
-    if warning := step_warning(job, moments):
-        show(warning)
+    preemptions = [Moment.parse(one) for one in json.loads(os.environ.pop(PREEMPT, "[]"))]
     run = record_local(job, arguments.run_dir, recording.Content(fork=arguments.fork))
-    local = LocalRun(run, job, moments, arguments.debug)
+    local = LocalRun(run, job, preemptions, arguments.debug)
     with Progress(
         run, job.steps, job.progress_interval, Shown(progress=arguments.debug is None, failures=False)
     ) as progress:
@@ -99,7 +89,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     with suppress(OSError):  # the disk may be full, and the entry then names a process that no longer runs
         lease.loop_ended(run)
     if code in (0, UNCONFIRMED) and local.missed:
-        say(f"the run completed, but {', '.join(map(str, local.missed))} did not preempt it. The exit code is 1")
+        say(f"the run completed, but without the preemption {', '.join(map(str, local.missed))}. The exit code is 1")
         return FAILED
     return ended(run, code, f"clusterddp submit --local --run-dir {run.quoted}")
 

@@ -133,7 +133,7 @@ class Script:
         if disturbance is Disturbance.LAST_STEP:
             return "the rehearsal ends the script before its last step" if self.cut else None
         if disturbance is Disturbance.WORKERS:
-            return None if self.loads else "no DataLoader with a map-style dataset was seen"
+            return None if self.loads else "no loader with a map-style dataset was seen"
         return None
 
     def _last_save(self) -> list[int]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -352,12 +352,9 @@ class Observer:
 
         @functools.wraps(begin)
         def observed_init(this: Any, *args: Any, **options: Any) -> None:
-            if self._active and self.orders.toggle_workers and len(args) < 6:
-                if options.get("num_workers"):
-                    for name in ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context"):
-                        options.pop(name, None)
-                else:
-                    options["num_workers"] = 2
+            own = args and type(args[0]).__name__ == "SeededSamples"  # of ctx.loader(), which is toggled itself
+            if self._active and self.orders.toggle_workers and len(args) < 6 and not own:
+                options = toggled(options)
             begin(this, *args, **options)
 
         @functools.wraps(start)
@@ -481,9 +478,11 @@ class Observer:
 
         return of_value(value)
 
-    def took(self, batch: Any) -> None:
-        """The script has this batch for its next step."""
+    def took(self, batch: Any, samples: Sequence[int], epoch_begins: bool) -> None:
+        """The script has this batch of a run for its next step. ``samples``: their indices, if they have any."""
+        self._samples += samples
         self._batches.append(self.digest(batch))
+        self._epoch_begins |= epoch_begins
 
     def _report_states(self) -> None:
         from clusterddp.training.script_objects import Surroundings
@@ -523,7 +522,9 @@ class Observer:
             return
         self._local += 1
         self._number = None if self._number is None else self._number + 1
-        self.report(StepMade(**{**vars(made), "after": self._weights()}))
+        # A step of a loop begins before its backward().
+        loss = self._loss if self.loop_modules else made.loss
+        self.report(StepMade(**{**vars(made), "after": self._weights(), "loss": loss}))
         is_last = bool(self.orders.last) and made.weights == self.orders.last
         is_last |= made.number is not None and made.number == self.orders.last_number
         if self._pending is Place.STRETCH and self.rank == 0 and not self._is_early():
@@ -555,6 +556,14 @@ def unset() -> dict[str, str]:
             scopes = (frame.f_locals, frame.f_globals)
             found |= {name: "None" for scope in scopes for name, value in list(scope.items()) if value is None}
     return found
+
+
+def toggled(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a loader with two workers in place of none, and none in place of some."""
+    if not options.get("num_workers"):
+        return {**options, "num_workers": 2}
+    of_workers = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+    return {name: value for name, value in options.items() if name not in of_workers}
 
 
 def _line_of_script() -> tuple[str, int]:

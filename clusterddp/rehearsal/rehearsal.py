@@ -202,7 +202,8 @@ class _Runs:
         stimulus = stimulus or self.script.stimulus(disturbance, self.notice_s)
         later = max(1, self.ranks // 2) if disturbance is Disturbance.RANKS else None
         trial = self._run([stimulus], toggle=disturbance is Disturbance.WORKERS, later_ranks=later)
-        if not trial.starts[0].disturbed:
+        failed = trial.last.completed is False and not trial.last.is_cut
+        if not trial.starts[0].disturbed and not failed:
             tried = Tried(disturbance, "the script did not come to that place again", starts=len(trial.starts))
             self.tell(f"{disturbance.value}: {tried.why_not}")
             return tried

@@ -16,7 +16,7 @@ from typing import Any
 from clusterddp.import_hooks import when_imported
 from clusterddp.protocol import RUN_DIR
 from clusterddp.rehearsal.facts import Logged, Place
-from clusterddp.rehearsal.observer import Observer, fill_disk
+from clusterddp.rehearsal.observer import Observer, fill_disk, toggled
 from clusterddp.rundir.run_directory import RunDirectory
 
 
@@ -27,6 +27,8 @@ def watch(observer: Observer, attempt: int) -> None:
     when_imported("clusterddp.training.saving", run.watch_restore)
     when_imported("clusterddp.training.loop", run.watch_loop)
     when_imported("clusterddp.training.context", run.watch_parts)
+    if observer.orders.toggle_workers:
+        when_imported("clusterddp.data.loader", run.toggle_workers)
 
 
 class _RunObserver:
@@ -97,19 +99,23 @@ class _RunObserver:
         run: Any = module.Run
         steps, log, observer = run.steps, run.log, self._observer
 
-        def observed(batches: Iterator[Any]) -> Iterator[Any]:
+        def observed(this: Any, batches: Iterator[Any]) -> Iterator[Any]:
             with closing(batches):  # type: ignore[type-var]
                 for batch in batches:
-                    observer.took(batch)
+                    step, own = this.step, observer.loader if hasattr(observer.loader, "_shares") else None
+                    samples = next(own._shares(step))[1] if own is not None else ()
+                    observer.took(batch, samples, own is not None and (not step or own.ends_epoch(step - 1)))
                     if observer.loop_modules:
                         observer.begin_step()
                     yield batch
                     if observer.loop_modules:
                         observer.end_step()
+                    if own is not None and own.ends_epoch(step):
+                        observer.at(Place.EPOCH_END)
 
         @functools.wraps(steps)
         def observed_steps(this: Any, *args: Any, **options: Any) -> Iterator[Any]:
-            return observed(steps(this, *args, **options))
+            return observed(this, steps(this, *args, **options))
 
         @functools.wraps(log)
         def observed_log(this: Any, *unnamed: Any, **values: Any) -> None:
@@ -119,6 +125,17 @@ class _RunObserver:
                 observer.report(Logged(observer.number, numbers))
 
         run.steps, run.log = observed_steps, observed_log
+
+    def toggle_workers(self, module: ModuleType) -> None:
+        """Gives the loader of ``ctx.loader()`` two workers in place of none, and none in place of some."""
+        loader: Any = module.Loader
+        begin = loader.__init__
+
+        @functools.wraps(begin)
+        def observed_init(this: Any, *args: Any, **options: Any) -> None:
+            begin(this, *args, **toggled(options))
+
+        loader.__init__ = observed_init
 
     def watch_parts(self, module: ModuleType) -> None:
         """Sees what the script gives to ``ctx.run()``."""

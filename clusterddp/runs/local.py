@@ -13,13 +13,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from clusterddp.errors import INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
+from clusterddp.errors import INTERRUPTED, STOPPED, UNCONFIRMED
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import counted, show
@@ -33,10 +33,6 @@ from clusterddp.supervisor.controller import give_notice
 #: Seconds between two looks at a run's files while waiting to preempt.
 MOMENT_CHECK_S = 0.05
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-#: How to preempt a script that records no steps.
-_WITHOUT_STEPS = (
-    "Record steps with run.steps() or `steps: {log: REGEX}`, or use seconds (--preempt-after 2.5s) or --preempt-at"
-)
 
 
 @dataclass(frozen=True)
@@ -49,22 +45,11 @@ class Moment:
     line: re.Pattern[str] | None = None
 
     @classmethod
-    def parse(cls, option: str, text: str) -> Moment:
-        """Parses the value of ``--preempt-after``, ``120`` (a step) or ``2.5s`` (seconds), or of ``--preempt-at``."""
-        if option == "--preempt-at":
-            try:
-                if not text:
-                    raise re.error("got nothing")
-                return cls(line=re.compile(text))
-            except re.error as error:
-                raise UsageError(f"--preempt-at {text!r}: expected a regular expression: {error}") from None
-        try:
-            moment = cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
-            if not (moment.step or moment.seconds or 0) >= 0:  # also refuses nan
-                raise ValueError
-        except ValueError:
-            raise UsageError(f"--preempt-after {text}: expected a step such as 120, or seconds such as 2.5s") from None
-        return moment
+    def parse(cls, given: int | float | str) -> Moment:
+        """A whole number is a step, any other one seconds, and a text the pattern of a line."""
+        if isinstance(given, str):
+            return cls(line=re.compile(given))
+        return cls(step=given) if isinstance(given, int) else cls(seconds=given)
 
     def reached(self, steps_done: int, elapsed_s: float, output: Output) -> bool:
         """Whether it is time to preempt. ``output``: of the attempt's ranks."""
@@ -76,18 +61,8 @@ class Moment:
 
     def __str__(self) -> str:
         if self.line is not None:
-            return f"--preempt-at {self.line.pattern!r}"
-        return f"--preempt-after {f'{self.seconds:g}s' if self.step is None else self.step}"
-
-    def missed(self, steps_done: int) -> str:
-        """The message for an attempt that ended earlier."""
-        if self.line is not None:
-            return f"{self} did not fire. The attempt ended without a matching line in its ranks' output"
-        if self.step is None:
-            return f"{self} did not fire. The attempt ended earlier"
-        if steps_done:
-            return f"{self} did not fire. The attempt ended after {counted(steps_done, 'step')}"
-        return f"{self} did not fire, because no step was recorded. {_WITHOUT_STEPS}"
+            return f"at a line that matches {self.line.pattern!r}"
+        return f"after {f'{self.seconds:g} s' if self.step is None else counted(self.step, 'step')}"
 
 
 class Output:
@@ -107,14 +82,6 @@ class Output:
         return any(pattern.search(line) for line in file.lines() if line)
 
 
-def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
-    """A warning if a moment is given as a step and the script seems to record none."""
-    moment = next((moment for moment in moments if moment.step), None)
-    if moment is None or job.step_log is not None or not without_clusterddp(job):
-        return None
-    return f"{job.script} does not mention clusterddp. If it records no steps, {moment} never fires. {_WITHOUT_STEPS}"
-
-
 def without_clusterddp(job: Job) -> bool:
     """Whether the script's own text does not mention clusterddp. Modules that it imports may still use it."""
     try:
@@ -126,6 +93,8 @@ def without_clusterddp(job: Job) -> bool:
 @dataclass
 class LocalRun:
     """The loop of one local run. ``preemptions`` are carried out in order, at most one per attempt.
+
+    Tests give them (``CLUSTERDDP_PREEMPT``), and rehearsals preempt by themselves.
 
     ``environment``: more variables for the supervisor and the ranks. ``folder``: where they start, in place of the
     current one.
@@ -155,8 +124,6 @@ class LocalRun:
                 code = self._attempt(progress)
                 if (outcome := self.run.outcome()) is not None:  # even if the script itself exited with one of these
                     self.missed += self.preemptions
-                    for moment in self.preemptions:
-                        show(f"{moment} did not fire. The run was already over")
                     return UNCONFIRMED if outcome.unconfirmed else code
                 if code != STOPPED and not self.interrupts:
                     return code
@@ -210,7 +177,6 @@ class LocalRun:
         progress.update()
         if moment and not self.interrupts:
             self.missed.append(moment)
-            show(moment.missed(progress.steps_done))
         return process.wait()
 
     def _interrupted(self) -> None:

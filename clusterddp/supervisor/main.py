@@ -33,7 +33,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
-from clusterddp.protocol import CHECK_RESUME, DEBUG_RANK
+from clusterddp.protocol import DEBUG_RANK
 from clusterddp.reporter import ignore_print_errors, say
 from clusterddp.rundir.claims import JobClaim, ProcessClaim
 from clusterddp.rundir.deletion import delete_old_logs
@@ -72,7 +72,7 @@ def supervise_slurm(run_directory: str, output_above: bool = False) -> int:
     job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
     nodes = NodeSetup(run, job, os.environ)
     launcher = lambda job, placement: SlurmLauncher(job, placement, nodes)  # noqa: E731
-    if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a resume check's job is not that of its runs
+    if in_batch_step(os.environ):
         return supervise(run, job, launcher, SlurmController(os.environ, run, job))
     unlink(run.notice_file)  # of a previous attempt
     allocation = AllocationController(os.environ, run, job)
@@ -139,10 +139,8 @@ def supervise_local(run_directory: str, debug_rank: int | None, output_above: bo
     job = dataclasses.replace(job, srun={})  # without srun, there is no image either
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
-    removed = scrub_job_variables()
+    scrub_job_variables()
     job = as_debugged(job, debug_rank)
-    if CHECK_RESUME in removed:  # of the command that has started this process, and not of a job around it
-        os.environ[CHECK_RESUME] = removed[CHECK_RESUME]
     launcher = lambda job, _: LocalLauncher(job, debug_rank, partial(exists, run.notice_file))  # noqa: E731
     controller = LocalController(run)
     controller.output_above = output_above

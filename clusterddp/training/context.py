@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -445,7 +445,7 @@ class Context(Loaders):
             self._report_unused(NotUsed(what="global_batch", given=self._settings.job.global_batch, because=because))
         files = str(init_from) if init_from else None
         given = Given(named, batches, rng, values, own, start_warm, files, self._orders, sharding)
-        self._script_loop.run = run = _kind_of_run(self._settings)(given, self._services)
+        self._script_loop.run = run = Run(given, self._services)
         return run
 
     def _stop_before_run(self) -> NoReturn:
@@ -554,12 +554,3 @@ class Context(Loaders):
             self._group.close(ending=not restore_handlers)
         if services is not None:
             services.tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
-
-
-def _kind_of_run(read: settings.Settings) -> Callable[..., Run]:
-    """``Run``, or for ``submit --check-resume`` one that records its steps."""
-    if read.recording is None:
-        return Run
-    from clusterddp.training.checked_run import CheckedRun
-
-    return partial(CheckedRun, read.recording)

@@ -29,15 +29,6 @@ _COPIED_BYTES, _SUMMED = 1 << 16, 1 << 22
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def of_batch(batch: Any) -> dict[str, str]:
-    """The digest of each entry of a batch by its place in it, such as ``[0]`` or ``['labels']``, or of all of it."""
-    if isinstance(batch, Mapping):
-        return {f"[{key!r}]": of_value(entry) for key, entry in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return {f"[{number}]": of_value(entry) for number, entry in enumerate(batch)}
-    return {"": of_value(batch)}
-
-
 def of_part(part: Any) -> dict[str, str]:
     """The digests of a part's state by the names in it. Raises what the part's ``state_dict()`` raises."""
     state = state_of(with_state(part))

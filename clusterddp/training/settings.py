@@ -18,7 +18,6 @@ from clusterddp.messages.reports import report_line
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, hold
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.step_records import Recording
 from clusterddp.worker.rank_process import RankProcess
 
 _NOTICES = {
@@ -36,7 +35,6 @@ class Settings:
 
     ``job``: without a supervisor it has the defaults, and no watchdog.
     ``preflight``: whether the nodes are checked before training.
-    ``recording``: what ``submit --check-resume`` records of each step, if it started this process.
     ``seed``: of the job definition, else of the script, else 0.
     ``unused``: the arguments of ``init()`` that have no effect.
     ``device_memory``: bytes that an earlier attempt used on each GPU, if known.
@@ -53,7 +51,6 @@ class Settings:
     store: StoreAddress
     notices: Mapping[str, float]
     preflight: bool = False
-    recording: Recording | None = None
     device_memory: int | None = None
     unused: Sequence[NotUsed] = ()
 
@@ -97,7 +94,6 @@ def read(
         seed=job.seed if job.seed is not None else seed or 0,
         store=store_address(environ, ranks),
         preflight=environ.get(protocol.PREFLIGHT) == "on",
-        recording=Recording.parse(environ[protocol.CHECK_RESUME]) if protocol.CHECK_RESUME in environ else None,
         device_memory=int(environ[protocol.DEVICE_MEMORY]) if protocol.DEVICE_MEMORY in environ else None,
         unused=[
             NotUsed(what=f"init({name}=...)", given=given, used=used, because="The job definition says")

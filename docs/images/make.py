@@ -23,10 +23,11 @@ from typing import Any
 
 from clusterddp.cli.report import collected
 from clusterddp.process import descendants
+from clusterddp.protocol import PREEMPT
 from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import RunDirectory
 
-PREEMPTED, KILLED, STEPS, HOST = ("800", "1900"), 3600, 5000, "node1"
+PREEMPTED, KILLED, STEPS, HOST = (800, 1900), 3600, 5000, "node1"
 #: The width of a page, and pixels of the picture per pixel of the page.
 WIDTH, SCALE = 1000, 1
 #: The most bytes of a picture.
@@ -47,10 +48,8 @@ def main() -> None:
 def train(run: RunDirectory) -> None:
     """Carries out the run."""
     command = [sys.executable, "-m", "clusterddp", "submit", "jobs/digits.yaml", "--local", "--device", "cpu"]
-    for step in PREEMPTED:
-        command += ["--preempt-after", step]
     command += ["--set", "checkpoint.every=500 steps", "--run-dir", str(run), "--", "--steps", str(STEPS)]
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen(command, env={**os.environ, PREEMPT: json.dumps(PREEMPTED)}) as process:
         os.kill(rank_at(run, process, KILLED, rank=1), signal.SIGKILL)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")

@@ -1,4 +1,4 @@
-"""Draws docs/images/demo.svg, the moving picture of the README: a preemption and a resume in a terminal.
+"""Draws docs/images/demo.svg, the moving picture of the README: a rehearsal in a terminal.
 
 ``make pictures`` runs it. The command really runs, on this machine. Each line of the picture appears when the command
 printed it, except that a pause lasts three seconds at most. The picture is text with CSS animations, which also move in
@@ -18,15 +18,15 @@ from html import escape
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
-COMMAND = "clusterddp submit jobs/digits.yaml --local --preempt-after 120 --run-dir digits"
+COMMAND = "clusterddp rehearse jobs/digits.yaml"
 #: The longest pause, and how long the last line stands, in seconds.
 PAUSE_S, STANDS_S = 3.0, 5.0
 #: Of a line and of a character at this size, in pixels.
 LINE, CHARACTER, SIZE, MARGIN = 20, 7.8, 13, 16
 HOST = "laptop"
-#: Lines that are shown in colour: the stop, and what comes of it.
-NOTICE = re.compile(r"stop requested|preempted at")
-RESUMED = re.compile(r"resumed from|completed at")
+#: Lines that are shown in colour: what was not tried or not survived, and what was.
+NOTICE = re.compile(r"  not tried  |loses work|wrong result|repeats work")
+RESUMED = re.compile(r"  ok  |survives")
 STYLE = f"""
   text {{ font: {SIZE}px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #1f2328; white-space: pre }}
   rect {{ fill: #f6f8fa; stroke: #d1d9e0 }}
@@ -95,7 +95,7 @@ def drawn(lines: list[tuple[float, str]]) -> str:
         texts.append(f'<text class="{name}" x="{MARGIN}" y="{y}"{moving}>{escape(line)}</text>')
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    title = "<title>A run is preempted, saves, is requeued and resumes at the same step</title>"
+    title = "<title>A script is disturbed in many ways, and survives each of them</title>"
     frame = f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
     return "\n".join([head, title, f"<style>{STYLE}{chr(10).join(rules)}</style>", frame, *texts, "</svg>\n"])
 

@@ -63,7 +63,7 @@ EXAMPLES = {
     # --- commands
     "submit": (
         "clusterddp submit train.py --nodes 2 --gpus 8 -p gpu -t 1-0 -- --lr 0.1\n"
-        "clusterddp submit train.py --local --device cpu --gpus 2 --preempt-after 100"
+        "clusterddp submit train.py --local --device cpu --gpus 2"
     ),
     "config show": "clusterddp config show jobs/digits.yaml --origin --nodes 4",
     "config validate": "clusterddp config validate jobs/*.yaml .clusterddp/config.yaml",
@@ -76,7 +76,7 @@ EXAMPLES = {
         "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"
     ),
     "report": "clusterddp report runs/train-0 -o report.html",
-    "rehearse": "clusterddp rehearse train.py\nclusterddp rehearse train.py --only step,save,kill -- --epochs 2\n"
+    "rehearse": "clusterddp rehearse job.yaml\nclusterddp rehearse train.py --only step,save,kill -- --epochs 2\n"
     "clusterddp rehearse train.py -p gpu -N 2\nclusterddp rehearse -p gpu",
     "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu\nclusterddp doctor --failed-nodes",
     "export": "clusterddp export runs/train-0 model.safetensors",

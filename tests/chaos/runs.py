@@ -20,6 +20,7 @@ from tests.chaos.plan import RANKS, Kill, Plan
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.interruptions import HighJob, TooLong, until
+from tests.preempting import preempting
 from tests.ranks.test_local import commands_of
 from tests.ranks.test_local import ranks_of as local_ranks
 from tests.trainings import Training, ranks_of
@@ -65,9 +66,9 @@ def run_locally(name: str, plan: Plan, folder: Path) -> Made:
     """``submit --local``, in FOLDER/run; remaining processes are named and killed."""
     made = Made(RunDirectory(folder / "run"))
     (folder / "job.yaml").write_text(yaml.safe_dump(definition(name, SCRIPT, 1)))
-    preempt = [] if plan.preempt_at is None else ["--preempt-after", str(plan.preempt_at)]
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(made.run), *preempt]
-    with open(folder / "submit.log", "w") as log:
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(made.run)]
+    moments = [] if plan.preempt_at is None else [plan.preempt_at]
+    with open(folder / "submit.log", "w") as log, preempting(*moments):
         process = subprocess.Popen([*command, str(folder / "job.yaml")], cwd=REPOSITORY, stdout=log, stderr=log)
     over = threading.Event()
     killer = threading.Thread(target=_kill_locally, args=(made, plan.kill, over))

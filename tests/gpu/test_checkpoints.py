@@ -72,12 +72,6 @@ def test_the_best_checkpoint_by_a_value_on_the_device_is_kept_and_exported_and_s
         assert f"weight {weight.tolist()}" in started.output(rank)
 
 
-def test_check_resume_compares_state_on_devices(tmp_path: Path) -> None:
-    said = ddp.run(SCRIPTS / "check_resume.py", tmp_path, ranks=1, folder=tmp_path / "out", devices=2).output(0)
-    assert "no difference in 11 steps" in said
-    assert "the logged loss in step 6 on rank 0" in said
-
-
 def test_restored_tensors_are_where_they_were_on_devices_and_host(tmp_path: Path) -> None:
     """Those of parts, of an optimizer's groups and steps, of schedulers and per rank; also those that only the
     checkpoint has, and those on the second device of a rank."""

@@ -13,6 +13,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.gpu.conftest import GPUs
 from tests.preempted import attempt, check_same, logged, train_twice
+from tests.preempting import preempting
 from tests.ranks.test_local import ranks_of, start, variable
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story, wait_for_step
@@ -28,8 +29,9 @@ def test_digits_on_two_nodes_of_two_devices_preempted_and_killed_ends_with_the_s
     """One rank is killed in the second attempt; the third one starts at the newest checkpoint."""
     gpus(4)
     run, whole = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "whole")
-    shape = ["jobs/digits.yaml", "--device", "cuda", "--nodes", "2", "--gpus", "2", "--preempt-after", "30"]
-    submitted = start(run, *shape, "--set", "checkpoint.every=25 steps", "--", "--steps", str(STEPS))
+    shape = ["jobs/digits.yaml", "--device", "cuda", "--nodes", "2", "--gpus", "2"]
+    with preempting(30):
+        submitted = start(run, *shape, "--set", "checkpoint.every=25 steps", "--", "--steps", str(STEPS))
     wait_for_step(run, 60)
     devices = {variable(pid, "RANK"): (variable(pid, "CUDA_VISIBLE_DEVICES"), pid) for pid in ranks_of(run)}
     assert [devices[rank][0] for rank in "0123"] == ["0,1", "0,1", "2,3", "2,3"]

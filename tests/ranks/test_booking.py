@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.protocol import PREEMPT
 from clusterddp.report.booking import book
 from clusterddp.report.efficiency import spent
 from clusterddp.rundir.run_directory import RunDirectory
@@ -78,9 +79,9 @@ def test_the_time_of_a_run_is_booked_to_what_its_script_did(tmp_path: Path) -> N
     run, script = RunDirectory(tmp_path / "run"), tmp_path / "script.py"
     script.write_text(SCRIPT)
     shape = ["--local", "--run-dir", str(run), "--device", "cpu", "--nodes", "2", "--gpus", "1"]
-    options = ["--preempt-after", "10", "--set", "checkpoint.every=20 steps"]
+    options = ["--set", "checkpoint.every=20 steps"]
     command = [sys.executable, "-m", "clusterddp.submit", str(script), *shape, *options]
-    environ = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"}
+    environ = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", PREEMPT: "[10]"}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, f"{done.stderr}\n{story(run)}"
     events = run.events()

@@ -13,6 +13,7 @@ from clusterddp.process import module_command, process_start
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import rank
+from tests.preempting import preempting
 from tests.ranks.test_local import submit
 from tests.waiting import story
 
@@ -120,7 +121,8 @@ def test_children_of_every_kind_have_default_signals_and_exit_on_their_own(
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # `make coverage` would handle TERM in each child
     run = RunDirectory(tmp_path / "run")
-    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--preempt-after", "8")
+    with preempting(8):
+        done = submit(run, str(script), "--device", "cpu", "--gpus", "1")
     assert done.returncode == 0, done.stderr + story(run)
     assert "a line of a child\n" in (run.attempt_logs(0) / "rank-0.out").read_text()
     before, after = json.loads(seen.read_text())
@@ -162,7 +164,8 @@ def test_a_local_preemption_in_the_middle_of_a_pools_map_waits_for_it_and_loses_
     script = tmp_path / "maps.py"
     script.write_text(MAP)
     run = RunDirectory(tmp_path / "run")
-    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--preempt-after", "3")
+    with preempting(3):
+        done = submit(run, str(script), "--device", "cpu", "--gpus", "1")
     assert done.returncode == 0, done.stderr + story(run)
     stopped, resumed = (event["step"] for event in run.events() if event["event"] in ("stopping", "resumed"))
     assert stopped == resumed and stopped in (4, 5), story(run)

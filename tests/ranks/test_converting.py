@@ -11,6 +11,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.preempting import preempting
 
 GUIDE = (
     next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists()) / "docs/guide"
@@ -40,12 +41,14 @@ def printed(folder: Path) -> list[str]:
 
 
 @pytest.mark.product
-def test_the_first_run_is_preempted_and_continues_as_the_page_shows(tmp_path: Path) -> None:
-    done = submit(tmp_path / "first", block("first-run.md", "import torch"), "--preempt-after", "120")
+def test_the_first_run_ends_as_the_page_shows(tmp_path: Path) -> None:
+    done = submit(tmp_path / "first", block("first-run.md", "import torch"))
     assert printed(tmp_path / "first") == ["done after 600 steps"]
-    shown = re.search(r"--preempt-after 120\n(.*?)```", (GUIDE / "first-run.md").read_text(), re.DOTALL)
+    shown = re.search(
+        r"600 steps, preempted after step 120:\n(.*?)```", (GUIDE / "first-run.md").read_text(), re.DOTALL
+    )
     assert shown is not None
-    # The step of the stop differs from run to run, like process, host and folder; a busy machine may add lines.
+    # Process, host and folder differ from run to run, and a busy machine may add lines.
     expected, said = (re.sub(r"\d+|\(.*|/.*", "#", text).splitlines() for text in (shown[1], done.stderr))
     assert [line for line in said if line in expected] == expected
 
@@ -59,8 +62,9 @@ def test_the_torchrun_script_runs_unchanged_under_clusterddp(tmp_path: Path) -> 
 @pytest.mark.parametrize("epochs", [3, pytest.param(20, marks=pytest.mark.product)])
 def test_the_converted_script_prints_the_losses_of_torchrun(tmp_path: Path, epochs: int) -> None:
     """Also when it is preempted: in 400 steps, so that the preemption comes before the end."""
-    stops = ["--preempt-after", "25"] if epochs == 20 else []
-    submit(tmp_path / "run", block("converting.md", "# after"), *stops, "--", "--epochs", str(epochs))
+    stops = [25] if epochs == 20 else []
+    with preempting(*stops):
+        submit(tmp_path / "run", block("converting.md", "# after"), "--", "--epochs", str(epochs))
     assert RunDirectory(tmp_path / "run" / "run").attempts() == ([0, 1] if stops else [0])
     script = tmp_path / "train.py"
     script.write_text(block("converting.md", "# after"))

@@ -19,6 +19,7 @@ from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.cli import clusterddp
 from tests.preempted import attempt
+from tests.preempting import preempting
 from tests.trained_alone import trained_alone
 from tests.waiting import differing, final_state, story
 from tests.wording import raises
@@ -237,7 +238,8 @@ def test_charlm_learns_more_than_character_frequencies(charlm: tuple[RunDirector
 def test_charlm_preempted_is_the_same_run(charlm: tuple[RunDirectory, str], run: RunDirectory) -> None:
     """Each step in two pieces per rank; the losses, and the weights and the optimizer to the last bit."""
     whole, said = charlm
-    again = submit(run, "charlm", "--preempt-after", "10", *CHARLM)
+    with preempting(10):
+        again = submit(run, "charlm", *CHARLM)
     assert run.attempts() == [0, 1], story(run)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in whole.metrics()]
     assert differing(final_state(run), final_state(whole)) == []

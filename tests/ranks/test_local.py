@@ -28,6 +28,7 @@ from tests.cli import clusterddp
 from tests.cluster.system import Process
 from tests.histories import check_history
 from tests.preempted import attempt
+from tests.preempting import preempting
 from tests.runs_on_disk import outcome_of
 from tests.waiting import differing, final_state, preempt_local, story, wait_for_step, wait_until
 from tests.wording import says
@@ -106,7 +107,8 @@ def test_a_run_saves_and_fails_as_soon_as_its_gpu_hours_are_used_up(tmp_path: Pa
 def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Preempted, then interrupted with Ctrl-C and continued by the same command."""
     run = RunDirectory(tmp_path_factory.mktemp("stopped") / "run")
-    process = start(run, *TRAINING, "--preempt-after", "20", *whole(0.02))
+    with preempting(20):
+        process = start(run, *TRAINING, *whole(0.02))
     wait_until(lambda: 1 in run.attempts(), "the second attempt")
     wait_until(lambda: any(line["attempt"] == 1 for line in read_lines(run.metrics_file)), "its first step")
     process.send_signal(signal.SIGINT)
@@ -479,8 +481,6 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
         (["jobs/digits.yaml", "--device", "tpu"], "device"),
         (["jobs/digits.yaml", "--gpus", "2", "--debug", "7"], "--debug 7: the job has 4 ranks, numbered from 0"),
         (["jobs/digits.yaml", "--gpus", "2", "--debug", "-1"], "--debug -1: the job has 4 ranks, numbered from 0"),
-        (["jobs/digits.yaml", "--preempt-after", "soon"], "expected a step such as 120, or seconds such as 2.5s"),
-        (["jobs/digits.yaml", "--preempt-after", "-5"], "expected a step such as 120, or seconds such as 2.5s"),
         (["jobs/digits.yaml", "--run-dir", "README.md"], "--run-dir README.md is a file"),
         (["jobs/digits.yaml", "--lr", "0.1"], "--help`. Put the script's arguments after --"),
         (["jobs/digits.yaml", "--sbatch", "mem=1G"], "cannot be combined with --local"),
@@ -555,7 +555,8 @@ def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDi
     attempt takes a second, because a script that exits much sooner than before may not have trained."""
     script = run.path.with_name("waits_twice.py")
     script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 1)\n")
-    done = submit(run, str(script), "--device", "cpu", "--preempt-after", "0", "--preempt-after", "0s")
+    with preempting(0, 0.0):
+        done = submit(run, str(script), "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert (outcome_of(run) or {})["attempts"] == 3
     assert done.stderr.count("preempted. No step was recorded. The job is requeued") == 2

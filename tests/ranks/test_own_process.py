@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.preempting import preempting
 from tests.ranks.test_local import submit
 from tests.runs_on_disk import outcome_of
 
@@ -78,6 +79,7 @@ def test_a_run_continues_after_its_script_has_deleted_the_logs(tmp_path: Path) -
     run = RunDirectory(tmp_path / "run")
     script = tmp_path / "deletes_logs.py"
     script.write_text(DELETES_LOGS)
-    done = submit(run, str(script), "--device", "cpu", "--preempt-after", "4")
+    with preempting(4):
+        done = submit(run, str(script), "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert (outcome_of(run) or {})["state"] == "completed" and (outcome_of(run) or {})["attempts"] == 2

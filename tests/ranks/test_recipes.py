@@ -16,6 +16,7 @@ from tests import ddp
 from tests.cli import clusterddp
 from tests.packages import require
 from tests.preempted import HARNESS, attempt, check_same, train_twice
+from tests.preempting import preempting
 from tests.waiting import story
 
 RECIPES = ddp.REPOSITORY / "docs" / "recipes"
@@ -112,6 +113,7 @@ def test_a_recipe_preempted_by_submit_ends_as_the_undisturbed_run(tmp_path: Path
     options = ["--", "--steps", "1000"]
     script = RECIPES / f"{recipe}.py"
     submit(whole, script, *options)
-    submit(preempted, script, "--preempt-after", str(STOP), *options)
+    with preempting(STOP):
+        submit(preempted, script, *options)
     assert preempted.attempts() == [0, 1], story(preempted)
     check_same(preempted, whole, doubt=DOUBTS.get(recipe, ""))

@@ -14,6 +14,7 @@ import pytest
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import cli
+from tests.preempting import preempting
 from tests.runs_on_disk import outcome_of
 from tests.waiting import story, wait_until
 
@@ -54,8 +55,8 @@ def outcome() -> dict[str, object]:
 @pytest.mark.parametrize("name", ["USR1", pytest.param("USR2", marks=pytest.mark.product)])
 def test_every_rank_gets_the_signal_that_its_script_expects_and_may_save(folder: Path, name: str) -> None:
     """As fairseq2 and lingua: instead of TERM, once; exit code 0 then is a stop; rank 1 takes longer than rank 0."""
-    job = ["--set", f"stop.signal={name}", "--preempt-at", "^step 3$"]
-    done = submit(SAVES, *job, "--", f"SIG{name}", "saves", "30", ranks=2)
+    with preempting("^step 3$"):
+        done = submit(SAVES, "--set", f"stop.signal={name}", "--", f"SIG{name}", "saves", "30", ranks=2)
     assert done.returncode == 0, done.stderr
     assert outcome()["attempts"] == 2
     for rank in (0, 1):
@@ -89,7 +90,8 @@ def test_stop_and_requeue_reach_a_script_that_expects_a_signal(folder: Path) -> 
 
 def test_exit_0_at_once_in_a_later_attempt_is_not_confirmed(folder: Path) -> None:
     """As open_clip, which finds its own folder; said wherever the run's end is."""
-    done = submit(FINDS, "--preempt-at", "step 30", "--", "exp", "2000")
+    with preempting("step 30"):
+        done = submit(FINDS, "--", "exp", "2000")
     assert done.returncode == UNCONFIRMED, done.stderr
     assert (outcome()["state"], outcome()["confirmed"]) == ("completed", False)
     said = "unconfirmed: the script exited with code 0 after 0 s, less than a tenth of the"
@@ -109,8 +111,8 @@ def test_exit_0_at_once_in_a_later_attempt_is_not_confirmed(folder: Path) -> Non
 
 def test_exit_0_without_the_mark_of_its_end_restarts_once_and_then_ends_the_run(folder: Path) -> None:
     """With `done`, exit code 0 alone is no confirmed completion, in any attempt."""
-    job = ["--set", "done=exp/finished", "--preempt-at", "step 3"]
-    done = submit(FINDS, *job, "--", "exp", "500")
+    with preempting("step 3"):
+        done = submit(FINDS, "--set", "done=exp/finished", "--", "exp", "500")
     assert done.returncode == UNCONFIRMED
     lacks = (
         "all ranks exited with code 0, but the completion marker (`done`) is missing: "
@@ -123,7 +125,8 @@ def test_exit_0_without_the_mark_of_its_end_restarts_once_and_then_ends_the_run(
 
 def test_a_run_that_is_preempted_or_fails_after_its_mark_has_completed(folder: Path) -> None:
     """As yolov5, whose next start would fail: training is finished, nothing to resume."""
-    done = submit(TIDIES, "--set", "done=exp/best.txt", "--preempt-at", "3 epochs completed", "--", "exp", "3")
+    with preempting("3 epochs completed"):
+        done = submit(TIDIES, "--set", "done=exp/best.txt", "--", "exp", "3")
     assert done.returncode == 0, done.stderr
     expected = {"state": "completed", "step": None, "attempts": 1}
     assert outcome() == {**expected, "reason": f"done: {folder}/exp/best.txt exists. The last attempt: preempted"}
@@ -154,13 +157,8 @@ def test_no_attempt_is_started_once_the_mark_is_there(folder: Path) -> None:
 
 def test_preemptions_at_lines_and_seconds_come_in_their_order(folder: Path) -> None:
     """One per attempt; one whose line never comes is named, and the command fails."""
-    preempt = ["--preempt-at", "starts at", "--preempt-after", "0s", "--preempt-at", "no such line"]
-    done = submit(SAVES, *preempt, "--", "SIGUSR1", "saves", "10")
+    with preempting("starts at", 0.0, "no such line"):
+        done = submit(SAVES, "--", "SIGUSR1", "saves", "10")
     assert done.returncode == 1, done.stderr
     assert (outcome()["state"], outcome()["attempts"]) == ("completed", 3)
-    missed = "--preempt-at 'no such line' did not fire. The attempt ended without a matching line in its ranks' output"
-    assert missed in done.stderr
-    Path("run").rename("first")
-    wrong = submit(SAVES, "--preempt-at", "step (", "--", "SIGUSR1", "saves", "10")
-    assert wrong.returncode == 2
-    assert "--preempt-at 'step (': expected a regular expression: missing )" in wrong.stderr
+    assert "without the preemption at a line that matches 'no such line'" in done.stderr

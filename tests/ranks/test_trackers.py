@@ -13,6 +13,7 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import packages, tracker_files
 from tests.cli import clusterddp
+from tests.preempting import preempting
 from tests.waiting import story
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ SCRIPT = "tests/scripts/tracked.py"
 SAVED, KILLED_AT, STEPS = 10, 37, 50
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
 #: In the full product attempt 0 is preempted at about that step, and attempt 1 is killed, else attempt 0.
-PREEMPTED = ["--preempt-after", "16"] if FULL else []
+PREEMPTED = [16] if FULL else []
 KILLED = int(FULL)
 
 
@@ -34,11 +35,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
     MlflowClient(database).create_experiment("tests", artifact_location=str(folder / "artifacts"))
     command = [sys.executable, "-m", "clusterddp.submit", SCRIPT, "--local", "--device", "cpu", "--gpus", "1"]
-    command += ["--run-dir", str(directory), *PREEMPTED, "--set", f"checkpoint.every={SAVED} steps"]
+    command += ["--run-dir", str(directory), "--set", f"checkpoint.every={SAVED} steps"]
     command += ["--set", "tensorboard=true", "--set", "wandb={project: tests, mode: offline}"]
     command += ["--set", f"mlflow={{experiment: tests, tracking_uri: '{database}'}}"]
     command += ["--", str(STEPS), str(KILLED), str(KILLED_AT)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    with preempting(*PREEMPTED):
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert [event["event"] for event in directory.events()].count("requeued") == FULL, story(directory)
     return directory

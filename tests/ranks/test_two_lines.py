@@ -14,6 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.resume_watch import ResumeWatch
 from tests import ddp
 from tests.cli import clusterddp
+from tests.preempting import preempting
 from tests.reports import unreported
 from tests.runs_on_disk import outcome_of
 from tests.waiting import preempt_local, wait_until
@@ -68,7 +69,8 @@ def test_a_script_that_was_stopped_at_its_last_step_and_reads_its_save_has_compl
     """It makes no further step. One that exits with code 0 without looking at its save may have done nothing."""
     script, run = tmp_path / "last.py", RunDirectory(tmp_path / "run")
     script.write_text(AT_ITS_LAST_STEP)
-    submit(run, script, "--preempt-at", "step 5", "--set", f"env.READS={reads}", ranks=1, code=code)
+    with preempting("step 5"):
+        submit(run, script, "--set", f"env.READS={reads}", ranks=1, code=code)
     outcome = outcome_of(run) or {}
     assert (outcome["state"], outcome["attempts"]) == ("completed", 2)
 

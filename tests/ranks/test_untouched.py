@@ -20,6 +20,7 @@ from clusterddp.training.script_steps import MOVED_ON, ScriptSteps
 from clusterddp.worker.rank_process import RankProcess
 from tests.cli import clusterddp
 from tests.histories import check_history
+from tests.preempting import preempting
 from tests.ranks.test_local import submit
 from tests.runs_on_disk import outcome_of
 from tests.waiting import story
@@ -109,7 +110,8 @@ RESUMES = ("--set", "resume.checkpoint={run_dir}/out/model-*.pt", "--set", 'resu
 
 def test_a_script_that_accepts_its_checkpoint_and_ignores_it_is_not_said_to_resume(run: RunDirectory) -> None:
     """It trains to the end each time. The steps before the preemption are lost, and the end is not confirmed."""
-    code, said = as_found(run, *RESUMES, "--preempt-at", "^step 9$", script=("--ignores", "--wait", "0:11"))
+    with preempting("^step 9$"):
+        code, said = as_found(run, *RESUMES, script=("--ignores", "--wait", "0:11"))
     assert code == UNCONFIRMED, said
     (unread,) = [event for event in run.events() if event["event"] == "not_read"]
     (made,) = [event["made"] for event in run.events() if event["event"] == "requeued"]  # at the last heartbeat
@@ -132,7 +134,8 @@ def test_a_script_that_accepts_its_checkpoint_and_ignores_it_is_not_said_to_resu
 def test_a_resume_is_recorded_once_the_script_has_read_its_checkpoint(run: RunDirectory, way: str) -> None:
     """Whether the script gets its name or looks for it, and also if it looks for a learning rate first."""
     resume, script = (RESUMES[:2], ("--finds",)) if way == "found" else (RESUMES, ("--searches",) * (way == "searches"))
-    code, said = as_found(run, *resume, "--preempt-at", "^step 9$", script=(*script, "--wait", "0:11"))
+    with preempting("^step 9$"):
+        code, said = as_found(run, *resume, script=(*script, "--wait", "0:11"))
     assert code == 0, said
     read = [(event["attempt"], event["file"]) for event in run.events() if event["event"] == "own_checkpoint_read"]
     assert read == [(1, "out/model-8.pt")], story(run)
@@ -260,8 +263,8 @@ def test_a_script_that_lists_its_folder_does_not_find_what_a_killed_save_has_lef
 def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: RunDirectory, tmp_path: Path) -> None:
     """TERM ends rank 1 at once, and rank 0 after the save. The run resumes from it; status tells what it knows."""
     out = tmp_path / "out"
-    when = ["--preempt-at", "a slow save begins"]
-    done = submit(run, "tests/scripts/like_nanogpt.py", *SHAPE, *when, "--", str(out), "40", "25")
+    with preempting("a slow save begins"):
+        done = submit(run, "tests/scripts/like_nanogpt.py", *SHAPE, "--", str(out), "40", "25")
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"attempt 0: preempted\. The attempt completed at least \d+ steps?, and no checkpoint is known\. Unless",

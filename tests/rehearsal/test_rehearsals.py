@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from clusterddp.errors import RESUME_DIFFERS
+from clusterddp.errors import FAULT_FOUND
 from tests.rehearsal.known_bugs import KNOWN_BUGS
 from tests.rehearsal.rehearsals import REPOSITORY, rehearsed
 
@@ -18,7 +18,7 @@ BUGS = {bug.name: bug for bug in KNOWN_BUGS}
 def test_the_first_finding_on_a_broken_script_is_its_bug(name: str) -> None:
     """With one rank and one disturbance. ``make rehearsals`` rehearses all scripts with all disturbances."""
     judged = rehearsed(BUGS[name], broken=True, only=BUGS[name].shown_by, ranks=1)
-    assert (judged.code, judged.causes[:1]) == (RESUME_DIFFERS, [BUGS[name].cause]), judged.output
+    assert (judged.code, judged.causes[:1]) == (FAULT_FOUND, [BUGS[name].cause]), judged.output
     assert judged.certificate["verdict"] == BUGS[name].rank.value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS
+from clusterddp.errors import FAULT_FOUND, NOT_REPEATABLE
 from clusterddp.training.context import Context
 from tests import faulty_scripts as scripts
 from tests.cli import REPOSITORY, clusterddp
@@ -104,7 +104,7 @@ def test_a_fault_is_found_and_named(script: Callable[[Context], None], tmp_path:
     """Some show at the second resume only."""
     cause, words = FAULTS[script]
     only = "step" if script is scripts.forgotten_scheduler else "step,two-notices"
-    found = rehearse(script, tmp_path, RESUME_DIFFERS, only)["findings"]
+    found = rehearse(script, tmp_path, FAULT_FOUND, only)["findings"]
     assert cause in [one["cause"] for one in found]
     assert any(words in one["detail"] for one in found), found
 
@@ -154,7 +154,7 @@ while step < 20:
 @pytest.mark.product
 def test_an_iterable_dataset_that_is_begun_again_is_found(tmp_path: Path) -> None:
     words = ["--under", "clusterddp", "--only", "after-save"]
-    found = rehearsed(tmp_path, *words, script=PLAIN.format(skips=False), code=RESUME_DIFFERS)
+    found = rehearsed(tmp_path, *words, script=PLAIN.format(skips=False), code=FAULT_FOUND)
     assert found["findings"][0]["cause"] == "position_not_restored"
 
 
@@ -165,6 +165,6 @@ def test_a_save_that_overwrites_its_file_is_protected_under_clusterddp(
 ) -> None:
     """A kill in a save leaves half of the file under Slurm alone."""
     words = ["--under", under, "--only", "kill"]
-    code = RESUME_DIFFERS if cause else 0
+    code = FAULT_FOUND if cause else 0
     found = rehearsed(tmp_path, *words, script=PLAIN.format(skips=True), code=code)
     assert (found["mode"], [one["cause"] for one in found["findings"]]) == (under, [cause] if cause else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from clusterddp import protocol
+from clusterddp.protocol import PREEMPT
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ddp import REPOSITORY
@@ -75,15 +77,14 @@ def run(copy: Copy, disturbance: str, python: Path) -> Result:
     directory = folder / "run"
     command = [str(python), "-m", "clusterddp", "submit", str(definition), "--local", "--run-dir", str(directory)]
     moments = copy.repository.moments
-    if disturbance not in ("undisturbed", "killed"):
-        command += ["--preempt-at", getattr(moments, disturbance, moments.middle)]
+    at = [] if disturbance in ("undisturbed", "killed") else [getattr(moments, disturbance, moments.middle)]
     began = time.monotonic()
     folder.mkdir(parents=True)
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=working_folder(copy, folder),
-            env=environment(copy),
+            env={**environment(copy), PREEMPT: json.dumps(at)},
             stdout=output,
             stderr=output,
         )
@@ -96,7 +97,7 @@ def run(copy: Copy, disturbance: str, python: Path) -> Result:
     output_text = (folder / "output").read_text(errors="replace")
     found = outcome_of(copy, RunDirectory(directory), disturbance, time.monotonic() - began)
     happened = killed or "preempt" in output_text or disturbance == "undisturbed"
-    return Result(**{**found, "disturbed": happened and "did not fire" not in output_text})
+    return Result(**{**found, "disturbed": happened and "without the preemption" not in output_text})
 
 
 def working_folder(copy: Copy, folder: Path) -> Path:

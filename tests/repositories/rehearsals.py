@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS
+from clusterddp.errors import FAULT_FOUND, NOT_REPEATABLE
 from clusterddp.jobdef.presets import preset_text
 from tests.ddp import REPOSITORY
 from tests.repositories import rehearsals_page
@@ -104,7 +104,7 @@ def rehearse(entry: Repository, mode: str, checkouts: Path, python: Path, kept: 
         env={**_environment(copy), "TMPDIR": tempfile.gettempdir()},
         timeout=LIMIT_S,
     )
-    if done.returncode not in (0, RESUME_DIFFERS, NOT_REPEATABLE):
+    if done.returncode not in (0, FAULT_FOUND, NOT_REPEATABLE):
         print(f"{entry.name}: not rehearsed: exit code {done.returncode}", flush=True)
         return False
     written = (root / "rehearsal.json").read_text().replace(str(root), "{copy}")

@@ -11,7 +11,6 @@ from clusterddp import __version__
 from clusterddp.cli.command_line import COMMANDS, DESCRIPTIONS, command, parser
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.runs.local import Moment
 from clusterddp.runs.recording import choose_run_directory
 from clusterddp.slurm.resources import fit_to_cluster
 from tests.fake_slurm import FakeSlurm
@@ -111,12 +110,6 @@ def test_a_wrong_path_of_a_run_to_continue_does_not_start_the_example(
     with raises(UsageError):
         command(["submit", "--run-dir", "runs/tarin-0"])
     assert not (tmp_path / "runs" / "tarin-0").exists()
-
-
-def test_a_preemption_at_an_empty_expression_is_a_mistake() -> None:
-    """Every line would match."""
-    with raises(UsageError):
-        Moment.parse("--preempt-at", "")
 
 
 def test_an_empty_variable_is_no_folder_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:

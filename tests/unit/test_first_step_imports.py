@@ -31,7 +31,6 @@ LATER = {
     "clusterddp.supervisor",
     "clusterddp.runs",
     "clusterddp.training.preflight",
-    "clusterddp.training.checked_run",
     "clusterddp.training.script_objects",
     "rich",
     "submitit",

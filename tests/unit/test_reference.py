@@ -107,7 +107,7 @@ def test_exit_codes_that_answer_are_listed_for_existing_commands_and_are_no_erro
     assert errors.ANSWERS.keys() <= reference.commands().keys()
     own = {*errors.WAITED.values(), errors.TIMED_OUT}
     assert len(own) == 6 and not own & errors.MEANINGS.keys()
-    of_check = {errors.RESUME_DIFFERS, errors.NOT_REPEATABLE}
+    of_check = {errors.FAULT_FOUND, errors.NOT_REPEATABLE}
     of_all = {0, 1, 2, errors.INTERNAL_ERROR, errors.STOPPED, errors.INTERRUPTED, errors.BROKEN_PIPE}
     assert errors.MEANINGS.keys() - {"128 + N"} == of_all | of_check
     assert all(re.search(rf"\b{code}\b", errors.ANSWERS["wait"]) for code in own)

@@ -279,7 +279,7 @@ def test_the_file_of_a_sweep_is_submitted_again_with_what_is_missing(slurm: Slur
     "words",
     [
         ["--sweep", "seed=1"], ["--wait"], ["--fork", "r"], ["--max-running", "0"], ["--max-running", "1", "--local"],
-        ["--local", "--check-resume", "9"], ["--debug"],
+        ["--debug"],
     ],
 )  # fmt: skip
 def test_options_of_a_single_run_are_refused_with_the_file_of_a_sweep(slurm: Slurm, words: list[str]) -> None:
