@@ -79,7 +79,7 @@ def test_a_script_without_a_fault_passes_every_disturbance_in_one_run(tmp_path: 
 
 #: What is found, and what its sentence names.
 FAULTS: dict[Callable[[Context], None], tuple[str, str]] = {
-    scripts.forgotten_scheduler: ("scheduler_not_restored", "parts.scheduler"),
+    scripts.forgotten_scheduler: ("scheduler_not_restored", "scheduler, which ctx.run() does not receive"),
     scripts.forgotten_average: ("ema_not_restored", "ema"),
     scripts.dropout_generator: ("generator_not_restored", "generator"),
     scripts.counter_in_a_closure: ("state_not_restored", "count (0 instead of"),
