@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.errors import NOT_REPEATABLE, RESUME_DIFFERS, ClusterddpError, UsageError
+from clusterddp.errors import FAULT_FOUND, NOT_REPEATABLE, ClusterddpError, UsageError
 from clusterddp.process import descendants, process_start
 from clusterddp.rehearsal.confinement import is_available
 from tests.cli import REPOSITORY, clusterddp
@@ -70,7 +70,7 @@ def test_a_script_that_does_all_right_passes_every_disturbance(tmp_path: Path) -
 
 @pytest.mark.product
 @pytest.mark.parametrize(
-    ("exit_code", "verdict", "code"), [(143, "not_repeatable", NOT_REPEATABLE), (0, "loses_work", RESUME_DIFFERS)]
+    ("exit_code", "verdict", "code"), [(143, "not_repeatable", NOT_REPEATABLE), (0, "loses_work", FAULT_FOUND)]
 )
 def test_a_script_that_is_not_repeatable_is_judged_by_its_steps_and_files(
     tmp_path: Path, exit_code: int, verdict: str, code: int
