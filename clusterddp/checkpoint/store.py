@@ -130,16 +130,24 @@ class Checkpoints:
         """This attempt's checkpoint of a sharded model, which may not exist yet."""
         return ShardedCheckpoint(self._path(step).with_suffix(""), step, self._attempt)
 
-    def delete_incomplete(self, being_written: Path | None = None) -> None:
-        """Deletes the incomplete files of this attempt and earlier ones, but not those in ``being_written``."""
+    def delete_incomplete(self, before: int | None = None) -> None:
+        """Deletes the incomplete files of this attempt and earlier ones.
+
+        ``before``: leaves this attempt's folders of that step and later ones, because other ranks of a sharded model
+        may be ahead of this one.
+        """
         for attempt, path in incomplete(self._directory):
-            if attempt <= self._attempt and path.parent != being_written:
+            if attempt <= self._attempt and not self._may_be_written(path.parent, before):
                 self.check_newest()
                 unlink(path)
         for path in _paths_in(self.folder):
             match = NAME.fullmatch(path.name)
-            if match and int(match[2]) <= self._attempt and path != being_written:
+            if match and int(match[2]) <= self._attempt and not self._may_be_written(path, before):
                 remove_empty(path)
+
+    def _may_be_written(self, folder: Path, before: int | None) -> bool:
+        match = NAME.fullmatch(folder.name)
+        return before is not None and match is not None and int(match[2]) == self._attempt and int(match[1]) >= before
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
         """Gives a complete, synced file its final name, durably. Call ``delete_old`` afterwards.

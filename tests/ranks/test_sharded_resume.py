@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,20 @@ def test_the_best_checkpoint_is_kept_also_by_a_score_after_the_loop(
     assert max(kept, key=lambda checkpoint: checkpoint.metric("score") or 0).step == best
     assert best in [checkpoint.step for checkpoint in kept]
     train(tmp_path / "run", 4, "--best", *scores)
+
+
+@pytest.mark.product
+def test_a_rank_that_dies_between_its_own_file_and_the_manifest_leaves_no_part_that_counts(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 12)
+    script = (SHARDED, tmp_path / "run", 12, "--every", 6, "--die-after", 6)
+    ranks = ddp.start(*script, ranks=2, folder=tmp_path / "out").wait()
+    assert ranks.codes[1] == -signal.SIGKILL and ranks.codes[0] != 0
+    folder = tmp_path / "run" / "checkpoints" / "step-000000000006.attempt-0"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    again = train(tmp_path / "run", 12)
+    assert state(again, "begin").split()[0] == "0"
+    assert state(again, "end") == state(whole, "end")
+    assert not folder.exists()
 
 
 @pytest.mark.product

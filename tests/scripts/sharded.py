@@ -7,6 +7,8 @@ it begins and when all steps are done.
 import argparse
 import contextlib
 import hashlib
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import clusterddp
+from clusterddp.checkpoint.client import CheckpointClient
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.training.saving import Saver
 from tests.stops import request_stop
@@ -37,6 +40,7 @@ parser.add_argument("--evaluate", action="store_true", help="before each step")
 parser.add_argument("--plain", action="store_true", help="DDP instead")
 parser.add_argument("--largest", action="store_true", help="prints the elements of the largest tensor")
 parser.add_argument("--best", type=float, nargs="*", help="the scores of the steps, and one after the loop")
+parser.add_argument("--die-after", type=int, help="rank 1 is killed when its file of this step is durable")
 parser.add_argument("--wrong", help="what the ranks do not agree on")
 options = parser.parse_args()
 
@@ -137,6 +141,15 @@ if options.largest:
 with largest:
     run = ctx.run(**parts, loader=loader, best="score" if options.best else None)
 print(f"begin {run.step} {digest()}", flush=True)
+if options.die_after and ctx.rank == 1 and ctx.attempt == 0:
+    result = CheckpointClient.result
+
+    def die(client, wait):
+        if (saved := result(client, wait)) is not None and saved.step == options.die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return saved
+
+    CheckpointClient.result = die
 for x, indices in run.steps(options.steps):
     if run.step == options.stop_in and ctx.rank == ctx.world_size - 1:
         request_stop(ctx)

@@ -172,6 +172,17 @@ def test_a_deletion_that_is_interrupted_leaves_no_part_that_counts(
     assert sorted(os.listdir(directory.checkpoints)) == ["step-000000000003.attempt-0"], newest
 
 
+def test_a_rank_that_is_ahead_keeps_its_file(directory: RunDirectory) -> None:
+    """Rank 0's writer may be slow to begin a save, while rank 1 is already making the next one."""
+    checkpoints = attempt(directory)
+    write_rank(checkpoints, 1, 1)
+    ahead = RankFiles(checkpoints, 1).temporary(2)
+    ahead.touch()
+    write_rank(checkpoints, 1, 0)
+    assert ahead.exists()
+    assert sorted(os.listdir(checkpoints.sharded(1).path)) == [rank_file(0), rank_file(1)]
+
+
 class Killed(BaseException):
     """Stands for a SIGKILL."""
 

@@ -24,8 +24,8 @@ from clusterddp.errors import CheckpointError
 from clusterddp.rundir.files import (
     at,
     copy_file,
+    create_folder,
     fsync_directory,
-    make_folder,
     names_in,
     read_bytes,
     status,
@@ -194,11 +194,12 @@ class ShardedCheckpoint(Checkpoint):
     def copy_to(self, target: ShardedCheckpoint) -> None:
         """Copies all files, durably. Raises CheckpointError, OSError."""
         manifest = self.manifest()
-        make_folder(target.path)
+        create_folder(target.path)
         for rank in range(len(manifest.files)):
             copy_file(self.path / rank_file(rank), target.path / rank_file(rank))
         copied = replace(manifest, step=target.step, attempt=target.attempt)
         write_atomically(target.manifest_file, copied.encoded())
+        fsync_directory(target.path.parent)
 
     def facts(self) -> Mapping[str, str]:
         """The metadata in the manifest."""

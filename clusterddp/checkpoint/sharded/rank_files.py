@@ -10,7 +10,7 @@ from pathlib import Path
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.sharded.folder import RankFile, ShardedCheckpoint, rank_file
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.rundir.files import exists, fsync_directory, make_folder, rename, status, unlink, write_atomically
+from clusterddp.rundir.files import create_folder, exists, fsync_directory, rename, status, unlink, write_atomically
 
 
 class RankFiles:
@@ -28,8 +28,9 @@ class RankFiles:
         if exists(checkpoint.manifest_file):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(checkpoint.path))
         if self.rank == 0:
-            self._checkpoints.delete_incomplete(checkpoint.path)
-        make_folder(checkpoint.path)
+            self._checkpoints.delete_incomplete(before=step)
+        create_folder(checkpoint.path, exist_ok=True)
+        fsync_directory(checkpoint.path.parent)
         return checkpoint.path / f".{rank_file(self.rank)}.{secrets.token_hex(4)}.tmp"
 
     def commit(self, temporary: Path) -> RankFile:
