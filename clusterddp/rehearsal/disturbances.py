@@ -236,9 +236,10 @@ class Script:
 def _longest_stretch(start: Start, again: Start) -> tuple[int, float] | None:
     """The steps before the longest notable time between two steps, in both runs, and its seconds.
 
-    One with an evaluation or a save does not count, because these are disturbed by themselves.
+    One with an evaluation does not count, and neither do the seconds of saves, because these are disturbed by
+    themselves.
     """
-    known = {one.local for one in start.of(Evaluated)} | {one.local for one in start.of(SaveBegan)}
+    known = {one.local for one in start.of(Evaluated)}
     gaps, others = _gaps(start), _gaps(again)
     if len(gaps) < 2:
         return None
@@ -250,5 +251,11 @@ def _longest_stretch(start: Start, again: Start) -> tuple[int, float] | None:
 
 def _gaps(start: Start) -> dict[int, float]:
     """The seconds from each step to the next one, by the steps done before the gap."""
-    steps = start.steps()
-    return {later.local: later.seconds - made.seconds for made, later in pairwise(steps)}
+    saves: dict[int, float] = {}
+    for saving in start.saves():
+        if saving.rank == 0 and saving.ended is not None:
+            saves[saving.began.local] = saves.get(saving.began.local, 0.0) + saving.ended.seconds
+    return {
+        later.local: later.seconds - made.seconds - saves.get(later.local, 0.0)
+        for made, later in pairwise(start.steps())
+    }

@@ -186,7 +186,9 @@ class _Runs:
         passed = not findings and comparison.result_of(self.undisturbed, trial) is Result.SAME
         names = ", ".join(one.value for one, was in zip(disturbances, reached, strict=False) if was)
         if not passed:
-            self.tell(f"{names}, in one run: a difference, so each is tried alone")
+            self.tell(
+                f"{', '.join(one.value for one in disturbances)}, in one run: a difference, so each is tried alone"
+            )
             return {}
         self.tell(f"{names}, in one run: ok")
         resumes = comparison.resumes(self.undisturbed.start, trial)

@@ -446,11 +446,16 @@ def test_a_long_stretch_without_steps_is_disturbed_in_its_middle() -> None:
         assert Script.of(slow(0.5, 2.0), other).stretch is None
 
 
-@pytest.mark.parametrize("known", [[Evaluated(12)], save(12)])
-def test_an_evaluation_and_a_save_are_no_stretch_of_their_own(known: list[Fact]) -> None:
+@pytest.mark.parametrize(
+    ("known", "length"),
+    [(Evaluated(12), None), (Saved(FILE, 1.9), None), (Saved(FILE, 0.5), 1.5)],
+)
+def test_an_evaluation_is_no_stretch_and_a_save_is_no_part_of_one(known: Fact, length: float | None) -> None:
     run = slow(2.0)
-    with_it = replace(run, facts={0: [*run.facts[0], *known], 1: run.facts[1]})
-    assert Script.of(run).stretch and Script.of(with_it).stretch is None
+    more = [*save(12, whole=False), known] if isinstance(known, Saved) else [known]
+    with_it = replace(run, facts={0: [*run.facts[0], *more], 1: run.facts[1]})
+    found = Script.of(with_it).stretch
+    assert (found and round(found[1], 1)) == length
 
 
 def test_exit_0_at_the_time_limit_loses_nothing_if_the_next_job_continues() -> None:
