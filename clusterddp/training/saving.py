@@ -185,7 +185,7 @@ class Saver:
         #: On ranks that save: rank 0, and all ranks if the model is sharded.
         self._client: CheckpointClient | ShardClient | None = None
         if directory is not None and sharding is not None:
-            self._client = ShardClient(directory, attempt, settings.keep, group)
+            self._client = ShardClient(directory, attempt, settings.keep, group, process.why_not_commit)
         #: The most steps that an earlier attempt made, saved or not; known to rank 0.
         self.steps_before = 0
         if directory is not None and group.rank == 0:

@@ -12,6 +12,8 @@ import torch
 from clusterddp.checkpoint.store import of_run
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.cli import clusterddp
+from tests.runs_on_disk import outcome_of
 from tests.wording import says
 
 SHARDED = Path(__file__).parents[1] / "scripts" / "sharded.py"
@@ -148,6 +150,16 @@ def test_a_rank_that_dies_between_its_own_file_and_the_manifest_leaves_no_part_t
     assert state(again, "begin").split()[0] == "0"
     assert state(again, "end") == state(whole, "end")
     assert not folder.exists()
+
+
+@pytest.mark.product
+def test_a_rank_that_dies_in_the_last_save_does_not_hold_the_others(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    shape = ["--local", "--device", "cpu", "--gpus", "2", "--run-dir", run]
+    clusterddp("submit", SHARDED, *shape, "--", run, 6, "--die-after", 6)
+    outcome = outcome_of(run)
+    assert outcome is not None
+    assert (outcome["state"], outcome["step"], outcome["attempts"]) == ("completed", 6, 2)
 
 
 @pytest.mark.product

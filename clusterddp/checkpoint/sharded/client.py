@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from enum import Enum, auto
 from typing import Any
 
@@ -19,6 +21,8 @@ from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 
+#: How long rank 0 waits for the other ranks' files before it asks whether a rank is lost.
+LOOK_S = timedelta(seconds=1)
 #: The most names of tensors in a message.
 _NAMED = 3
 
@@ -38,7 +42,16 @@ class ShardClient:
     ``result`` is that of the whole checkpoint on rank 0, and None on other ranks, once their own file is durable.
     """
 
-    def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        attempt: int,
+        keep: Keep,
+        group: ProcessGroup,
+        why_lost: Callable[[int, Callable[[], bool]], str | None],
+    ) -> None:
+        """``why_lost``: ``RankProcess.why_not_commit``."""
+        self._why_lost = why_lost
         self._store, self._rank, self._world_size = group.store, group.rank, group.world_size
         self._plan: Plan | None = None
         self._attempt = attempt
@@ -143,7 +156,7 @@ class ShardClient:
         """Once all ranks have written their files, has the manifest committed."""
         keys = [self._key(rank) for rank in range(self._world_size)]
         if wait:
-            self._store.wait(keys, NO_TIMEOUT)
+            self._await_all(keys)
         elif self._store.add(self._key("count"), 0) < self._world_size:
             return
         self._phase = None
@@ -178,6 +191,17 @@ class ShardClient:
         manifest = encoded(self._step, self._attempt, self._facts, self._files, self._tensors)
         self._own.commit_manifest(self._step, manifest)
         self._phase = _Phase.COMMITTING
+
+    def _await_all(self, keys: list[str]) -> None:
+        """Waits for the other ranks' files. Raises NotSaved if the supervisor says that one of these ranks is lost."""
+        with suppress(RuntimeError):  # the timeout
+            self._store.wait(keys, LOOK_S)
+            return
+        # No rank makes the next step before this save is over. So the answer comes only for a lost rank.
+        if lost := self._why_lost(self._step + 1, lambda: self._store.check(keys)):
+            self._phase = None
+            raise NotSaved(self._step, f"{lost}, and its part may be missing")
+        self._store.wait(keys, NO_TIMEOUT)
 
     def _commit(self, wait: bool) -> Saved | None:
         try:
