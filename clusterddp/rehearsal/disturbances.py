@@ -188,8 +188,9 @@ class Script:
     def in_order(self, disturbances: Sequence[Disturbance], notice_s: float) -> dict[Disturbance, Stimulus]:
         """The stimuli of one run with these, one a start, in the order in which the run comes to their places.
 
-        Each next one is that whose last chance comes first, and those that may be in any step come between them. Those
-        without a chance are left out. A full disk does not end a start, and comes last.
+        Each next one is that whose place comes first, unless another one would then have no chance left. Those that may
+        be in any step come between them. Those without a chance are left out. A full disk does not end a start, and
+        comes last.
         """
         saves = self._last_save()
         chances = {
@@ -212,7 +213,15 @@ class Script:
             done = after if one is Disturbance.START else after + 1
 
         while possible := {one: later for one in placed if (later := [n for n in chances[one] if n > done])}:
-            one = min(possible, key=lambda one: possible[one][-1])
+            by_next = sorted(possible, key=lambda one: possible[one][0])
+            one = next(
+                (
+                    one
+                    for one in by_next
+                    if all(possible[other][-1] > possible[one][0] + 1 for other in by_next if other is not one)
+                ),
+                min(possible, key=lambda one: possible[one][-1]),
+            )
             placed.remove(one)
             while anywhere and done > 0 and done + 2 < possible[one][0]:
                 add(anywhere.pop(0), done + 1)

@@ -21,6 +21,8 @@ from subprocess import PIPE, STDOUT
 COMMAND = "clusterddp rehearse jobs/digits.yaml"
 #: The longest pause, and how long the last line stands, in seconds.
 PAUSE_S, STANDS_S = 3.0, 5.0
+#: Characters of the longest line.
+WIDEST = 120
 #: Of a line and of a character at this size, in pixels.
 LINE, CHARACTER, SIZE, MARGIN = 20, 7.8, 13, 16
 HOST = "laptop"
@@ -62,8 +64,9 @@ def recorded() -> list[tuple[float, str]]:
 
 
 def clean(line: str, folder: str) -> str:
-    """Without this machine's name and places."""
-    return line.rstrip().replace(f"{folder}/", "").replace(socket.gethostname(), HOST)
+    """Without this machine's name and places, and not wider than the picture."""
+    cleaned = line.rstrip().replace(f"{folder}/", "").replace(socket.gethostname(), HOST)
+    return cleaned if len(cleaned) <= WIDEST else f"{cleaned[: WIDEST - 1]}…"
 
 
 def shortened(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:

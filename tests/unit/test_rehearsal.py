@@ -583,5 +583,7 @@ def test_the_disturbances_of_one_run_are_in_the_order_of_their_places() -> None:
     places = [one.after for one in planned.values()]
     assert planned.keys() == set(wanted) and list(planned)[-1] is Disturbance.FULL_DISK
     assert places == sorted(set(places)) and places[-1] < 60
+    late = replace(script, evaluations=[], epochs=[45])
+    assert set(wanted) - late.in_order(wanted, 20.0).keys() == {Disturbance.EVALUATION}
     assert script.in_order([Disturbance.EPOCH_END], 20.0)[Disturbance.EPOCH_END].after == 15
     assert Disturbance.SAVE not in Script(4, [], [], [], 0.1, True, True).in_order([Disturbance.SAVE], 20.0)
