@@ -210,12 +210,14 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem aut
 table {{ border-collapse: collapse; margin: 1rem 0; }} th, td {{ text-align: left; padding: .25rem .8rem .25rem 0;
 vertical-align: top; border-bottom: 1px solid #ddd; }} th {{ font-weight: 600; }}
 .ok td:nth-child(2) {{ color: #14692f; }} .bad td:nth-child(2) {{ color: #a11212; font-weight: 600; }}
-.none {{ color: #666; }} .verdict {{ font-size: 1.2rem; }}
+.tried td:nth-child(2) {{ white-space: nowrap; }} tr, li {{ break-inside: avoid; }} h2 {{ break-after: avoid; }}
+@page {{ margin: 15mm; }} .none {{ color: #666; }} .verdict {{ font-size: 1.2rem; }}
 </style></head><body>
 <h1>{title}</h1><p class="verdict">{verdict}</p>
-<table>{facts}</table>
-<h2>Disturbances</h2><table><tr><th>Disturbance</th><th>Outcome</th><th>How it continued</th></tr>{table}</table>
 {problem}
 {findings}
+<h2>Disturbances</h2>
+<table class="tried"><tr><th>Disturbance</th><th>Outcome</th><th>How it continued</th></tr>{table}</table>
+<h2>What was rehearsed</h2><table>{facts}</table>
 </body></html>
 """
