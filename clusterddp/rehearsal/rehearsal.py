@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.rehearsal import comparison
@@ -13,6 +14,7 @@ from clusterddp.rehearsal.causes import Cause, Finding, Rank
 from clusterddp.rehearsal.comparison import Result
 from clusterddp.rehearsal.conductor import Baseline, Conductor
 from clusterddp.rehearsal.disturbances import Disturbance, Script
+from clusterddp.rehearsal.facts import Loaded
 from clusterddp.rehearsal.findings import diagnose, handles
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from clusterddp.reporter import counted
@@ -132,6 +134,11 @@ def _check(start: Start, conductor: Conductor) -> None:
         lines = re.sub(rf"{re.escape(str(conductor.folder))}/run-\d+/", "./", printed).splitlines()
         own = next((at for at, line in enumerate(lines) if '"./' in line), 0)  # the frames below are ours
         raise ClusterddpError("\n".join([f"the script fails undisturbed (exit codes: {codes})", *lines[own:][-8:]]))
+    if not start.steps() and (loaded := start.of(Loaded)):
+        raise ClusterddpError(
+            f"the script loads {Path(loaded[-1].file).name}, which was in its folder before, and then makes no step. If "
+            "that is the checkpoint of a finished training, move it elsewhere for the rehearsal"
+        )
     if not start.steps():
         raise ClusterddpError(
             "the script makes no step of a torch optimizer on rank 0, so there is nothing to disturb. A rehearsal "
