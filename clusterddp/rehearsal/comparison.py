@@ -236,7 +236,11 @@ def unlike(was: States, now: States, *, steady: States | None) -> Iterator[Unlik
     """The script's objects and values that differ. ``steady``: of a second undisturbed run: what differs there does
     not count."""
     for name, kind in now.kinds.items():
-        keys = [key for key in {**was.objects, **now.objects} if key.startswith(f"{name}.")]
+        members = tuple(
+            f"{other}." for other in now.kinds if other.startswith(f"{name}.")
+        )  # as a generator in a module
+        both = {**was.objects, **now.objects}
+        keys = [key for key in both if key.startswith(f"{name}.") and not key.startswith(members)]
         for key in keys:
             if was.objects.get(key) != now.objects.get(key) and (not steady or _is_steady(was, steady, now, key)):
                 yield Unlike(name, kind, key, was.objects.get(key, "missing"), now.objects.get(key, "missing"))

@@ -547,6 +547,16 @@ def test_what_a_run_did_not_restore_is_named_with_what_it_received(
     assert words in found[0].detail
 
 
+def test_a_generator_in_a_module_is_not_taken_for_a_part_of_it() -> None:
+    kinds = {"model": "model", "model.rng": "generator"}
+    was = States(0, {"model.w": "#1", "model.rng.state": "#5"}, {}, kinds, ("model",))
+    whole = with_run(undisturbed().start, dict.fromkeys(range(STEPS), was))
+    lost = replace(was, objects={"model.w": "#1", "model.rng.state": "#0"})
+    trial = Trial([noticed(9, save(9)), with_run(resumed(9), dict.fromkeys(range(STEPS - 9), lost))], [NOTICE])
+    found = diagnose(Undisturbed(Trial([whole]), Trial([whole])), trial)
+    assert [one.cause for one in found] == [Cause.GENERATOR_NOT_RESTORED]
+
+
 def test_a_logged_value_that_differs_is_named_with_the_variables_that_differ() -> None:
     """Unless it also differs between two undisturbed runs."""
     numbers = {number: f"0.{number}" for number in range(STEPS)}
