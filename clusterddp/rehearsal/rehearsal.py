@@ -136,8 +136,8 @@ def _check(start: Start, conductor: Conductor) -> None:
         raise ClusterddpError("\n".join([f"the script fails undisturbed (exit codes: {codes})", *lines[own:][-8:]]))
     if not start.steps() and (loaded := start.of(Loaded)):
         raise ClusterddpError(
-            f"the script loads {Path(loaded[-1].file).name}, which was in its folder before, and then makes no step. If "
-            "that is the checkpoint of a finished training, move it elsewhere for the rehearsal"
+            f"the script loads {Path(loaded[-1].file).name}, which was in its folder before, and then makes no step. "
+            "If that is the checkpoint of a finished training, move it elsewhere for the rehearsal"
         )
     if not start.steps():
         raise ClusterddpError(
