@@ -140,6 +140,8 @@ class Checkpoints:
             if attempt <= self._attempt and not self._may_be_written(path.parent, before):
                 self.check_newest()
                 unlink(path)
+        if before is None:  # only sharded models have folders
+            return
         for path in _paths_in(self.folder):
             match = NAME.fullmatch(path.name)
             if match and int(match[2]) <= self._attempt and not self._may_be_written(path, before):

@@ -466,7 +466,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "hook is told again": 161,
     "controller asked all the time": 581,
     "saves are promised": 14,
-    "lease not taken": 115,
+    "lease not taken": 476,
     "newest checkpoint is deleted": 1,
     "resubmit gives up a lost node": 370,
     "peers are never dismissed": 229,
