@@ -15,13 +15,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from clusterddp.cli.options import add_arguments as add_arguments
 from clusterddp.cli.options import check_combinations, read_sweep, resolve_job
 from clusterddp.environment import in_batch_step
-from clusterddp.errors import FAILED, INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
+from clusterddp.errors import FAILED, INTERRUPTED, STOPPED, UNCONFIRMED, SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import PREEMPT
 from clusterddp.reporter import counted, duration, enumerated, put, say, show
@@ -38,7 +37,6 @@ from clusterddp.runs.submission import (
 )
 from clusterddp.runs.sweep_members import Definition, argument_of, default_name, jobs_of, keys_of, named, of_options
 from clusterddp.runs.sweep_submission import Sweep, SweepFolder, check_marks, make_plan, planned, tell
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_job_variables
 from clusterddp.supervisor import lease
 
@@ -65,8 +63,6 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         return submit_here(job, arguments.run_dir, changed=arguments.change or bool(differences))
     if arguments.local:
         return submit_local(arguments, job)
-    if not arguments.dry_run and not arguments.when:
-        tell_of_rehearsal(job)
     return submit_slurm(arguments, job)
 
 
@@ -143,6 +139,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     if not sys.stdout.isatty():
         print(job_id, flush=True)
     show(f"See the run's state with: clusterddp status {run.quoted}")
+    tell_of_rehearsal(job)
     if rank is not None:
         from clusterddp.cli.steering import debug
 
@@ -167,7 +164,10 @@ def tell_of_rehearsal(job: Job) -> None:
     if (words := remark(job)) is None:
         return
     partition, qos = job.partition or os.environ.get("SBATCH_PARTITION"), job.qos or os.environ.get("SBATCH_QOS")
-    policy = slurm.patiently(partial(preemption, partition, qos))
+    try:
+        policy = preemption(partition, qos)
+    except SlurmError:  # the job is submitted, whether or not Slurm answers once more
+        return
     if policy.mode in ("REQUEUE", "CANCEL"):
         show(f"{policy.partition} preempts jobs, and {words}")
 
@@ -218,8 +218,9 @@ def submit_sweep(arguments: argparse.Namespace, job: Job, definition: Definition
         return show_members(sweep)
     if arguments.local:
         return run_members(sweep)
+    code = submit_members(sweep)
     tell_of_rehearsal(job)
-    return submit_members(sweep)
+    return code
 
 
 def submit_members(sweep: Sweep) -> int:
