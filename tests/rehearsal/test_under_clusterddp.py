@@ -42,20 +42,16 @@ def rehearse(script: Callable[[Context], None], folder: Path, code: int, only: s
     return rehearsed(folder, "--only", only, "--", script.__name__, script=FAULTY, code=code)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "script",
     [
         scripts.shuffled,
-        *(
-            pytest.param(script, marks=pytest.mark.product)
-            for script in (
-                scripts.external,
-                scripts.weighted,
-                scripts.with_a_meter,
-                scripts.sequential_with_workers,
-                scripts.own_optimizer,
-            )
-        ),
+        scripts.external,
+        scripts.weighted,
+        scripts.with_a_meter,
+        scripts.sequential_with_workers,
+        scripts.own_optimizer,
     ],
     ids=lambda script: script.__name__,
 )

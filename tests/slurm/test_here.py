@@ -58,6 +58,7 @@ exec {command}
 """
 
 
+@pytest.mark.product
 def test_the_next_job_requests_what_the_users_own_script_and_its_command_line_did(cluster: Cluster, runs: Path) -> None:
     """``sbatch -p low -t 7 job.sh``, preempted, with ``policy: resubmit``."""
     run, script = RunDirectory(runs / "run"), runs / "job.sh"

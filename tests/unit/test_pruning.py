@@ -273,8 +273,9 @@ def test_two_that_delete_at_once_do_not_disturb_each_other(
     assert logs(run) == ["attempt-0", "attempt-2"]
 
 
-def test_a_run_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()  # the message suggests no folder of another test
+def test_a_run_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)  # the message suggests no folder of another test, which may be around this one
     with raises(RunDirectoryError):
         command(["prune", str(tmp_path / "folder" / "none")])
 

@@ -708,6 +708,7 @@ def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continu
         raise KeyboardInterrupt
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
+    monkeypatch.setattr(submit, "tell_of_rehearsal", lambda _: None)
     monkeypatch.setattr(waiting, "wait", interrupted)
     arguments = SimpleNamespace(dry_run=False, when=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
