@@ -39,6 +39,7 @@ def losses(run: RunDirectory) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in run.metrics()}
 
 
+@pytest.mark.product
 def test_more_steps_continue_a_completed_run_as_if_it_had_never_stopped(tmp_path: Path, source: RunDirectory) -> None:
     whole = RunDirectory(tmp_path / "whole")
     attempt(whole, [SCRIPT, "--steps", 40], ranks=1).expect(0)

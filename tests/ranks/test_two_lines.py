@@ -23,7 +23,8 @@ LOOKED_AT = ("saved", "not_read")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "two_lines.py"
 
 
-@pytest.mark.parametrize("forgets", [False, pytest.param(True, marks=pytest.mark.product)])
+@pytest.mark.product
+@pytest.mark.parametrize("forgets", [False, True])
 def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path, forgets: bool) -> None:
     """It has its own process group. If attempt 1 forgets to resume, the history says so, and attempt 2 does not."""
     run = RunDirectory(tmp_path / "run")
