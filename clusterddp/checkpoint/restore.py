@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.file_format import Content, Head
 from clusterddp.checkpoint.host_memory import Blocks, anonymous_file, free_memory
 from clusterddp.checkpoint.parts import Stateful, check_parts
-from clusterddp.checkpoint.sharded.folder import Manifest, ShardedCheckpoint
+from clusterddp.checkpoint.sharded.folder import ShardedCheckpoint
 from clusterddp.checkpoint.state_dict import load_state, recast_parameters, state_of
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
@@ -207,7 +207,7 @@ def restore(
     """
     search, alone = Search(checkpoints, on_damaged), not dist.is_initialized() or dist.get_world_size() == 1
     while True:
-        found = search.next()
+        found = search.next(Checkpoint, Checkpoint.read_head)
         described = found and (found[1].entries, found[1].facts, found[1].state, found[1].size)
         place = found and (found[0].attempt, found[0].step)
         memory = None if found is None or alone else HostMemory.create(found[1].size)
@@ -242,6 +242,21 @@ def _candidates(checkpoints: Checkpoints) -> list[Checkpoint]:
     return checkpoints.candidates()
 
 
+_Kind = TypeVar("_Kind", bound=Checkpoint)
+_Found = TypeVar("_Found")
+#: For each kind of checkpoint that the run's parts need: why one of the other kind does not fit.
+_OTHER_KIND: Mapping[type[Checkpoint], str] = {
+    Checkpoint: (
+        "a sharded model, but ctx.run() received a model that fully_shard has not sharded. Shard it as before, or "
+        "start a new run"
+    ),
+    ShardedCheckpoint: (
+        "a model that was not sharded, but ctx.run() received a sharded one. Pass the model without fully_shard, or "
+        "start a new run"
+    ),
+}
+
+
 class Search:
     """On rank 0, the candidates with a whole head, newest first. Damaged ones are reported. Empty on other ranks."""
 
@@ -253,44 +268,20 @@ class Search:
         #: Why there is no checkpoint to restore, although the run has some.
         self.failure: str | None = None
 
-    def next(self) -> tuple[Checkpoint, Head] | None:
-        """The next candidate."""
+    def next(self, kind: type[_Kind], read: Callable[[_Kind], _Found]) -> tuple[_Kind, _Found] | None:
+        """The next candidate, with what ``read`` returns for it. None if a candidate is not of this kind."""
         for candidate in self._candidates:
             self._current = candidate
-            if isinstance(candidate, ShardedCheckpoint):
-                self.failure = (
-                    f"checkpoint {candidate.step} of this run is that of a sharded model, but ctx.run() received a "
-                    "model that fully_shard has not sharded. Shard it as before, or start a new run"
-                )
+            if type(candidate) is not kind:
+                self.failure = f"checkpoint {candidate.step} of this run is that of {_OTHER_KIND[kind]}"
                 return None
             try:
-                return candidate, candidate.read_head()
+                return candidate, read(candidate)
             except CheckpointError as error:
                 self.report(str(error))
-        self._fail()
-        return None
-
-    def next_sharded(self) -> tuple[ShardedCheckpoint, Manifest, Any] | None:
-        """The next candidate of a sharded model, with its state without tensors."""
-        for candidate in self._candidates:
-            self._current = candidate
-            if not isinstance(candidate, ShardedCheckpoint):
-                self.failure = (
-                    f"checkpoint {candidate.step} of this run is that of a model that was not sharded, but ctx.run() "
-                    "received a sharded one. Pass the model without fully_shard, or start a new run"
-                )
-                return None
-            try:
-                manifest = candidate.manifest()
-                return candidate, manifest, candidate.rank_head(0, manifest.files[0]).state
-            except CheckpointError as error:
-                self.report(str(error))
-        self._fail()
-        return None
-
-    def _fail(self) -> None:
         if self._checkpoints is not None:
             self.failure = self._failure(self._checkpoints)
+        return None
 
     def report(self, reason: str) -> None:
         """The current candidate is damaged."""

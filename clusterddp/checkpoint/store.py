@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.checkpoint.checkpoint import Checkpoint
-from clusterddp.checkpoint.sharded.folder import NAME, ShardedCheckpoint, remove_empty, unfinished
+from clusterddp.checkpoint.sharded.folder import NAME, ShardedCheckpoint
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
@@ -37,7 +37,7 @@ _UNKNOWN: Mapping[str, Any] = {}
 #: The errors of a full disk, or of a used-up quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"step-(\d{12})\.attempt-(\d{1,18})\.(safetensors|pt)", re.ASCII)
-_TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
+_TEMPORARY = re.compile(r"\.step-(\d{12})\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
 
 
 class Checkpoints:
@@ -131,25 +131,16 @@ class Checkpoints:
         return ShardedCheckpoint(self._path(step).with_suffix(""), step, self._attempt)
 
     def delete_incomplete(self, before: int | None = None) -> None:
-        """Deletes the incomplete files of this attempt and earlier ones.
+        """Deletes the incomplete checkpoints of this attempt and earlier ones.
 
-        ``before``: leaves this attempt's folders of that step and later ones, because other ranks of a sharded model
-        may be ahead of this one.
+        ``before``: leaves this attempt's of that step and later ones, because other ranks of a sharded model may be
+        ahead of this one.
         """
-        for attempt, path in incomplete(self._directory):
-            if attempt <= self._attempt and not self._may_be_written(path.parent, before):
+        for found in incomplete(self._directory):
+            may_be_written = found.attempt == self._attempt and before is not None and found.step >= before
+            if found.attempt <= self._attempt and not may_be_written:
                 self.check_newest()
-                unlink(path)
-        if before is None:  # only sharded models have folders
-            return
-        for path in _paths_in(self.folder):
-            match = NAME.fullmatch(path.name)
-            if match and int(match[2]) <= self._attempt and not self._may_be_written(path, before):
-                remove_empty(path)
-
-    def _may_be_written(self, folder: Path, before: int | None) -> bool:
-        match = NAME.fullmatch(folder.name)
-        return before is not None and match is not None and int(match[2]) == self._attempt and int(match[1]) >= before
+                found.delete()
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
         """Gives a complete, synced file its final name, durably. Call ``delete_old`` afterwards.
@@ -157,20 +148,24 @@ class Checkpoints:
         Raises Superseded, and deletes the file, if a newer attempt exists.
         """
         checkpoint = Checkpoint(self._path(step), step, self._attempt)
+        self.rename(temporary, checkpoint.path)
+        return checkpoint
+
+    def rename(self, temporary: Path, path: Path) -> None:
+        """Renames a complete, synced file, durably. Raises as ``commit``."""
         try:
             self.check_newest()
-            rename(temporary, checkpoint.path)
+            rename(temporary, path)
         except BaseException:
             unlink(temporary)
             raise
         try:
-            fsync_directory(checkpoint.path.parent)
+            fsync_directory(path.parent)
         except OSError:
             # A crash could still undo the rename, so no attempt may resume from this file.
             with suppress(OSError):
-                unlink(checkpoint.path)
+                unlink(path)
             raise
-        return checkpoint
 
     def delete_old(self) -> None:
         """Deletes the checkpoints that ``keep`` does not match. Raises Superseded if a newer attempt exists."""
@@ -244,7 +239,7 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
             yield Checkpoint(path, int(match[1]), int(match[2]))
         elif match := NAME.fullmatch(path.name):
             sharded = ShardedCheckpoint(path, int(match[1]), int(match[2]))
-            if exists(sharded.manifest_file):
+            if sharded.is_complete:
                 yield sharded
 
 
@@ -256,14 +251,15 @@ def _paths_in(folder: Path) -> list[Path]:
         return []
 
 
-def incomplete(directory: RunDirectory) -> Iterator[tuple[int, Path]]:
-    """The files that were being written when their attempt was killed, or still are, each with its attempt."""
-    folder = directory.checkpoints
-    for path in _paths_in(folder):
+def incomplete(directory: RunDirectory) -> Iterator[Checkpoint]:
+    """The checkpoints that were being written when their attempt was killed, or still are."""
+    for path in _paths_in(directory.checkpoints):
         if match := _TEMPORARY.fullmatch(path.name):
-            yield int(match[1]), path
+            yield Checkpoint(path, int(match[1]), int(match[2]))
         elif match := NAME.fullmatch(path.name):
-            yield from ((int(match[2]), file) for file in unfinished(path))
+            sharded = ShardedCheckpoint(path, int(match[1]), int(match[2]))
+            if not sharded.is_complete:
+                yield sharded
 
 
 def of_run(directory: RunDirectory) -> Checkpoints:

@@ -56,7 +56,7 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool) -> Plan:
     keep = with_recorded_best(load_resolved(run.job_file).checkpoint.keep, of_run(run).candidates())
     checkpoints = Checkpoints(run, run.newest_attempt() or 0, replace(keep, last=keep_checkpoints, every=None))
     old = checkpoints.old()
-    paths = [path for checkpoint in old for path in checkpoint.files] + [path for _, path in incomplete(run)]
+    paths = [path for checkpoint in (*old, *incomplete(run)) for path in checkpoint.files]
     folders = [run.attempt_logs(number) for number in old_logs(run, keep=1)] if logs else []
     return Plan(
         run,

@@ -195,7 +195,7 @@ def test_a_committed_checkpoint_that_a_shared_disk_hides_is_waited_for(
     monkeypatch.setattr("clusterddp.checkpoint.store.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     monkeypatch.setenv(protocol.COMMITTED, "10")
     search = restore.Search(Checkpoints(directory, directory.create_attempt(), Keep()), lambda *_: None)
-    found = search.next()
+    found = search.next(Checkpoint, Checkpoint.read_head)
     assert found is not None and found[0].step == 10 and len(waited) == 3
 
 

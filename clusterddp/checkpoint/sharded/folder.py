@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.checkpoint import Checkpoint
@@ -25,6 +25,7 @@ from clusterddp.rundir.files import (
     at,
     copy_file,
     create_folder,
+    exists,
     fsync_directory,
     names_in,
     read_bytes,
@@ -136,7 +137,7 @@ def encoded_tensors(tensors: Mapping[str, ShardedTensor]) -> str:
 
 
 class ShardedCheckpoint(Checkpoint):
-    """A folder with a manifest."""
+    """A folder, which is a checkpoint once it has a manifest."""
 
     @property
     def manifest_file(self) -> Path:
@@ -173,6 +174,11 @@ class ShardedCheckpoint(Checkpoint):
         """Rank 0's head, which has the state without its tensors."""
         return self.rank_head(0, self.manifest().files[0])
 
+    def read_state(self) -> tuple[Manifest, Any]:
+        """The manifest, and the state without its tensors. Raises CheckpointError."""
+        manifest = self.manifest()
+        return manifest, self.rank_head(0, manifest.files[0]).state
+
     def verify(self) -> None:
         """Reads all files."""
         for rank, expected in enumerate(self.manifest().files):
@@ -207,9 +213,17 @@ class ShardedCheckpoint(Checkpoint):
 
     @property
     def files(self) -> list[Path]:
-        """All files, in the order in which they must be deleted."""
-        names = sorted(names_in(self.path), key=lambda name: (name != MANIFEST, name))
+        """All files, in the order in which they must be deleted. Empty if there is no such folder."""
+        try:
+            names = sorted(names_in(self.path), key=lambda name: (name != MANIFEST, name))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         return [self.path / name for name in names]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has a manifest. Raises OSError."""
+        return exists(self.manifest_file)
 
     @property
     def size(self) -> int:
@@ -217,8 +231,9 @@ class ShardedCheckpoint(Checkpoint):
 
     def delete(self) -> None:
         """Deletes the manifest durably, and then all else."""
-        unlink(self.manifest_file)
-        fsync_directory(self.path)
+        if self.is_complete:
+            unlink(self.manifest_file)
+            fsync_directory(self.path)
         for file in self.files:
             unlink(file)
         remove_empty(self.path)
@@ -226,14 +241,6 @@ class ShardedCheckpoint(Checkpoint):
 
 def _read_manifest(path: Path) -> Manifest:
     return Manifest.decoded(read_bytes(path))
-
-
-def unfinished(folder: Path) -> list[Path]:
-    """The files of a folder without a manifest. Empty if it has one, or is missing."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        names = names_in(folder)
-        return [] if MANIFEST in names else [folder / name for name in names]
-    return []
 
 
 def remove_empty(folder: Path) -> None:

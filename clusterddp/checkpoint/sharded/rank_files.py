@@ -10,7 +10,7 @@ from pathlib import Path
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.sharded.folder import RankFile, ShardedCheckpoint, rank_file
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.rundir.files import create_folder, exists, fsync_directory, rename, status, unlink, write_atomically
+from clusterddp.rundir.files import create_folder, fsync_directory, status, write_atomically
 
 
 class RankFiles:
@@ -25,7 +25,7 @@ class RankFiles:
         Raises FileExistsError for a step that is already saved, because its files would be replaced one by one.
         """
         checkpoint = self._checkpoints.sharded(step)
-        if exists(checkpoint.manifest_file):
+        if checkpoint.is_complete:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(checkpoint.path))
         if self.rank == 0:
             self._checkpoints.delete_incomplete(before=step)
@@ -36,13 +36,7 @@ class RankFiles:
     def commit(self, temporary: Path) -> RankFile:
         """Gives a complete, synced file its final name, durably. Raises Superseded, and deletes the file."""
         path = temporary.with_name(rank_file(self.rank))
-        try:
-            self._checkpoints.check_newest()
-            rename(temporary, path)
-        except BaseException:
-            unlink(temporary)
-            raise
-        fsync_directory(path.parent)
+        self._checkpoints.rename(temporary, path)
         return RankFile(status(path).st_size, file_format.read_head(path).checksum)
 
     def commit_manifest(self, step: int, manifest: bytes) -> ShardedCheckpoint:

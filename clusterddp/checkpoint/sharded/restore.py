@@ -52,16 +52,19 @@ def restore_sharded(
     search, device = Search(checkpoints, on_damaged), group.control_device
     tries = 0
     while True:
-        found = search.next_sharded()
-        told = found and [str(found[0].path), found[0].step, found[0].attempt, found[1].encoded().decode(), found[2]]
+        found = search.next(ShardedCheckpoint, ShardedCheckpoint.read_state)
+        told = None
+        if found is not None:
+            checkpoint, (manifest, state) = found
+            told = [str(checkpoint.path), checkpoint.step, checkpoint.attempt, manifest.encoded().decode(), state]
         failure, told = broadcast_json([search.failure, told], device)
         if failure is not None:
             raise CheckpointError(failure)
         if told is None:
             return None
-        path, step, attempt, manifest, state = told
+        path, step, attempt, text, state = told
         checkpoint = ShardedCheckpoint(Path(path), step, attempt)
-        content, damage = _read(checkpoint, Manifest.decoded(manifest.encode()), state, sharding)
+        content, damage = _read(checkpoint, Manifest.decoded(text.encode()), state, sharding)
         damaged = _any_damage(group, f"restore/{tries}", damage)
         tries += 1
         if damaged is None:
