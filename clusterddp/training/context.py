@@ -45,11 +45,12 @@ from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.rundir.progress import recent
 from clusterddp.training import script_loop, script_steps, settings, warm_start
+from clusterddp.training.best_checkpoint import metric_or_part, with_best
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.loop import Run, Services
 from clusterddp.training.metrics import DONE_S, ERROR_S, STOP_S, Tracking
 from clusterddp.training.run_state import Given, Randomness
-from clusterddp.training.saving import Saver, metric_or_part, with_best
+from clusterddp.training.saving import Saver
 from clusterddp.training.script_state import Parts, PerRank, Values, by_name
 from clusterddp.training.settings import AttemptHistory
 from clusterddp.training.step_timing import Evaluations, step_times

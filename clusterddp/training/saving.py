@@ -1,18 +1,14 @@
-"""When and how a run's state is saved: rank 0 saves, and all ranks get the result when they need it.
-
-The best checkpoint is chosen by a metric that the script logs: ``ctx.run(best=...)`` or ``checkpoint.keep``.
-"""
+"""When and how a run's state is saved: rank 0 saves, and all ranks get the result when they need it."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -27,109 +23,28 @@ from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.history import checkpoints as events
-from clusterddp.history.beginnings import Beginning
 from clusterddp.history.event import Reported
 from clusterddp.history.view import RunView
-from clusterddp.jobdef.job import Checkpointing, Keep, best_metric
+from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
-from clusterddp.rundir.files import finite
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.training.best_checkpoint import BestSoFar
 from clusterddp.training.log_reduction import Receiver, Sender
 from clusterddp.training.logged_values import Logged
 from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
+from clusterddp.training.save_interval import between_interruptions_s, interval_s
 from clusterddp.worker.rank_process import RankProcess
 
 #: How much longer than the last save one may take, on a shared disk.
 CAUTION = 1.5
 
 
-def metric_or_part(best: Any) -> tuple[str | None, dict[str, Any]]:
-    """The metric of ``ctx.run(best=...)``, or a part with that name.
-
-    Raises TypeError for a number, which is neither.
-    """
-    if isinstance(best, (bool, int, float)):
-        raise TypeError(
-            f"run(best={best!r}): expected a metric, such as 'accuracy', or '-score' for the smallest, or a part with "
-            "state_dict() and load_state_dict()"
-        )
-    return (best, {}) if isinstance(best, str) else (None, {"best": best})
-
-
-def with_best(keep: Keep, best: str | None, warns: bool = True) -> Keep:
-    """The kept checkpoints, with the script's metric, unless the job definition names one.
-
-    Args:
-        keep: of the job definition.
-        best: ``accuracy``, or ``-loss`` for the smallest value: see ``jobdef/job.py``.
-        warns: whether to print that the job definition takes precedence.
-    """
-    if best is None:
-        return keep
-    if (found := best_metric(best)) is None:
-        raise ValueError(f"run(best={best!r}): expected a metric, such as 'accuracy', or '-score' for the smallest")
-    chosen = replace(keep, best=found[0], best_is="min" if found[1] else "max")
-    if keep.best is None or (keep.best, keep.best_is) == (chosen.best, chosen.best_is):
-        return chosen
-    if warns:
-        rule = f"the best checkpoint is chosen by {keep.best_rule} of the job definition"
-        say(f"{rule}, not by ctx.run(best={best!r}). Leave one of them out")
-    return keep
-
-
-class BestSoFar:
-    """The best value of the metric so far, and the value of the state that may be saved next, on rank 0."""
-
-    def __init__(self, keep: Keep) -> None:
-        self._keep = keep
-        self.metric = keep.best
-        #: The value of the state that may be saved next; None if unknown.
-        self.value: float | None = None
-        #: As orders (``Keep.order``): of the best checkpoint, and of the one before a save that is in progress.
-        self._best = self._before = float("inf")
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is a best value."""
-        return self._best < float("inf")
-
-    @property
-    def better(self) -> bool:
-        """Whether the state that may be saved next is the best so far."""
-        return self.value is not None and self._keep.order(self.value) < self._best
-
-    def resume(self, value: float) -> None:
-        """The best checkpoint of earlier attempts has this value."""
-        self._best = self._before = self._keep.order(value)
-
-    def facts(self) -> dict[str, str]:
-        """The entries of the state's file: the rule, and the value if it is known."""
-        if self.metric is None:
-            return {}
-        value = {} if self.value is None else {"metrics": json.dumps({self.metric: self.value})}
-        return {"best": str(self._keep.best_rule), **value}
-
-    def save(self) -> dict[str, Any]:
-        """The state is being saved. Returns the metric and its value for the history if it is the best so far."""
-        new = {str(self.metric): finite(self.value)} if self.better else {}
-        self._before = self._best
-        if self.value is not None:
-            self._best = min(self._best, self._keep.order(self.value))
-        return new
-
-    def failed(self) -> None:
-        """That state was not saved."""
-        self._best = self._before
-
-
 #: If all ranks must take part in a save, rank 0 broadcasts after this many steps whether one is due.
 TOGETHER_STEPS = 20
 #: For this many steps a save waits for accumulated gradients to be reduced.
 MOST_POSTPONED = 32
-#: With ``every: auto``, the seconds until the first save has been measured, and the bounds of the interval.
-FIRST_S, SHORTEST_S, LONGEST_S = 60.0, 10.0, 3600.0
-#: The assumed seconds between interruptions in a run without a history.
-EXPECTED_S = 86400.0
+#: With ``every: auto``, the seconds until the first save has been measured.
+FIRST_S = 60.0
 #: For how long the save at the end of the loop is retried if the disk does not take it, and the pauses, in seconds.
 RETRIED_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 600.0, 5.0, 60.0
 State = Callable[[], Mapping[str, Any]]
@@ -630,26 +545,3 @@ class Saver:
         say(f"step {error.step} was not saved: {error}")
         self._report(events.CheckpointFailed(step=error.step, reason=str(error)))
         return error
-
-
-def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:
-    """Seconds from one save to the next: sqrt(2 x stall x time between interruptions).
-
-    The formula is Young's (1974; Daly 2006 to first order): it minimizes the sum of the time lost to saves and to
-    repeated steps. ``stall_s`` is how long a save blocks training. The writer, which takes ``durable_s``, is idle for
-    at least that time between two saves.
-    """
-    best = math.sqrt(2 * stall_s * between_s)
-    return min(LONGEST_S, max(SHORTEST_S, 2 * durable_s, best))
-
-
-def between_interruptions_s(history: RunView, now: float) -> float:
-    """Seconds of training between unannounced interruptions, according to the history.
-
-    An announced interruption costs no steps and does not count. Starts from the assumption of one a day.
-    """
-    interruptions = sum(bool(event.redone) for event in history.all(Beginning))
-    trained = sum(attempt.lasted_s for attempt in history.attempts)
-    if (newest := history.newest) is not None:
-        trained += now - newest.last_time
-    return (trained + EXPECTED_S) / (interruptions + 1)

@@ -64,7 +64,7 @@ from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.retry_limits import exceeded, gpu_hours_end
-from clusterddp.training.saving import between_interruptions_s
+from clusterddp.training.save_interval import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, RanksHere, next_answer
 from tests.histories import event_of, happened, view

@@ -20,7 +20,7 @@ from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import BestSaved, best_saved
 from clusterddp.runs import recording
-from clusterddp.training.saving import BestSoFar, with_best
+from clusterddp.training.best_checkpoint import BestSoFar, with_best
 from tests.checkpoint_files import save
 from tests.fake_slurm import FakeSlurm
 from tests.histories import view

@@ -33,7 +33,7 @@ from tests.instructions import Instructions
 WARM, STEPS = 40, math.lcm(BATCH, SAMPLE_STEPS)
 SCALE = 1.0 if sys.version_info[:2] == (3, 11) else 1.2
 TIMING, LOGGING, ALL = (SCALE * count for count in (515, 1005, 2150))
-LOGGED_MODULES = ("training/log", "training/metrics.py", "training/saving.py")
+LOGGED_MODULES = ("training/log", "training/metrics.py", "training/saving.py", "training/best_checkpoint.py")
 #: Of each sample that is read without workers, of a batch of them, and more of each sample that draws from torch.
 SAMPLE_READ, BATCH_READ, SAMPLE_SEEDED = (SCALE * count for count in (19, 680, 63))
 #: The memory that is held is compared after so many steps, once queues and statistics have their length.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.training.saving import between_interruptions_s, interval_s
+from clusterddp.training.save_interval import between_interruptions_s, interval_s
 from tests.histories import view
 
 
