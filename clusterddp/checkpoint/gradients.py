@@ -95,7 +95,7 @@ class Gradients:
         exchanges: dict[torch.nn.Module, _Exchange] = {}
         for module in (*self._in_ddp, *self._modules.values()):
             in_ddp = isinstance(module, DistributedDataParallel)
-            reduced = in_ddp or world_size == 1 or is_sharded_model(module)
+            reduced = in_ddp or world_size == 1 or module in self._sharded
             exchange = exchanges.setdefault(module, _Exchange(self._waiting, apart=not reduced))
             for parameter in module.parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
@@ -123,9 +123,8 @@ class Gradients:
     def progress(self, before_step: bool) -> dict[str, Any]:
         """The gradients for a checkpoint. ``before_step``: of the state at the beginning of the current step."""
         pending = self._before if before_step else self._pending()
-        if self._unreduced_before if before_step else has_unreduced_gradients(self._sharded):
-            return {"gradients_lost": True}
-        if before_step and pending.changed():
+        unreduced = self._unreduced_before if before_step else has_unreduced_gradients(self._sharded)
+        if unreduced or (before_step and pending.changed()):
             return {"gradients_lost": True}
         found: dict[str, Any] = {}
         if used := self._used(pending.optimizers):

@@ -168,7 +168,8 @@ for x, indices in run.steps(options.steps):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    run.log(loss=loss, indices=indices.sum())
+    run.log(loss=loss)
+    run.log(indices=(1 << indices).sum(), reduce="sum")
     if options.best:
         run.log(score=options.best[run.step])
 if options.best:
