@@ -187,6 +187,13 @@ def test_ranks_with_different_tensors_fail_after_the_first_step(tmp_path: Path) 
 
 
 @pytest.mark.product
+def test_buffers_that_differ_between_ranks_are_reported(tmp_path: Path) -> None:
+    train(tmp_path / "run", 2, "--wrong", "buffers")
+    (event,) = events(tmp_path / "run", "diverged")
+    assert event["parts"] == ["model"]
+
+
+@pytest.mark.product
 @pytest.mark.parametrize("damage", ["missing", "short", "changed", "foreign"])
 def test_the_checkpoint_before_counts_if_a_ranks_file_is_damaged(tmp_path: Path, damage: str) -> None:
     before = train(tmp_path / "run", 6, "--every", 3)

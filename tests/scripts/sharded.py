@@ -115,6 +115,8 @@ torch.manual_seed(0)
 model = Net()
 if options.wrong == "keys" and ctx.rank == 1:
     model.register_buffer("only_here", torch.zeros(1))
+if options.wrong == "buffers":
+    model.seen += ctx.rank
 if options.plain:
     model = ctx.wrap(model)
 else:

@@ -25,7 +25,9 @@ from clusterddp.checkpoint.sharded.rank_files import RankFiles
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.pruning import delete_all, plan_for
 from tests.checkpoint_files import file_bytes
 from tests.wording import raises
 
@@ -250,6 +252,19 @@ def test_a_copy_is_a_checkpoint_of_the_other_run(directory: RunDirectory, tmp_pa
     saved.copy_to(copy)
     copy.verify()
     assert [candidate.step for candidate in attempt(other).candidates()] == [7]
+
+
+def test_prune_deletes_folders(directory: RunDirectory) -> None:
+    checkpoints = Checkpoints(directory, directory.create_attempt(), Keep(3))
+    directory.job_file.write_text("module: x\n")
+    older, newest = save(checkpoints, 1), save(checkpoints, 2)
+    write_rank(checkpoints, 3, 0)
+    write_json(directory.outcome_file, {"state": "completed", "step": 2, "attempts": 1, "reason": "why"})
+    plan = plan_for(directory, 1, logs=False)
+    assert older.size < plan.size < 2 * older.size
+    delete_all([plan])
+    assert list(directory.checkpoints.iterdir()) == [newest.path]
+    newest.verify()
 
 
 def test_files_and_folders_stand_side_by_side(directory: RunDirectory) -> None:
