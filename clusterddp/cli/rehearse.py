@@ -14,7 +14,6 @@ from pathlib import Path
 
 from clusterddp.errors import FAULT_FOUND, NOT_REPEATABLE, UsageError
 from clusterddp.rehearsal.certificate import VERDICTS, Subject, as_json, page, place, rows
-from clusterddp.rehearsal.conductor import Conductor
 from clusterddp.rehearsal.confinement import is_available
 from clusterddp.rehearsal.disturbances import Disturbance
 from clusterddp.rehearsal.facts import Place
@@ -22,6 +21,7 @@ from clusterddp.rehearsal.preemption_job import Observed, observe
 from clusterddp.rehearsal.rehearsal import Rehearsal, rehearse
 from clusterddp.rehearsal.supervised import SupervisedConductor
 from clusterddp.rehearsal.trial import Stimulus
+from clusterddp.rehearsal.under_slurm import SlurmConductor
 from clusterddp.rehearsal.workspace import program_of, workspace_of
 from clusterddp.reporter import counted, put, show
 from clusterddp.rundir.files import write_atomically
@@ -111,11 +111,11 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         raise UsageError(f"TMPDIR is {folder.parent}, which is too long for the path of a socket. Set a shorter one")
     try:
         command = [*program_of(job, workspace.root), *job.args]
-        given = {"steps": arguments.steps, "limit_s": arguments.limit}
+        given = (folder, workspace, command, arguments.steps, arguments.limit)
         conductor = (
-            SupervisedConductor(folder, workspace, command, job, **given)
+            SupervisedConductor(*given, job=job)
             if under == CLUSTERDDP
-            else Conductor(folder, workspace, command, notice=_SIGNALS[arguments.signal], **given)
+            else SlurmConductor(*given, notice=_SIGNALS[arguments.signal])
         )
         ranks = counted(arguments.gpus, "rank")
         show(f"Rehearsing {arguments.target} under {under} on {ranks}, in a copy of {workspace.root}")

@@ -1,184 +1,131 @@
-"""Carries out the runs of a rehearsal under plain Slurm's rules: starts the ranks, disturbs them, starts them again.
-
-As Slurm does at a preemption with a grace period, TERM goes to all processes of the ranks, and KILL to those that are
-left at its end. A job whose ranks have all exited with 0 by then is completed. Any other is requeued. The ranks find
-commands in place of scontrol and sbatch that only note the call.
-"""
+"""What the runs of a rehearsal have in common, whatever starts the script again."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
-import socket
-import subprocess
-import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from clusterddp.environment import RankEnvironment
-from clusterddp.process import descendants, module_command, process_start
 from clusterddp.protocol import REHEARSAL, REHEARSAL_WRITABLE
 from clusterddp.rehearsal.confinement import is_available
-from clusterddp.rehearsal.disturbances import TOGETHER, Disturbance
-from clusterddp.rehearsal.facts import Orders, Reached, read_facts
+from clusterddp.rehearsal.disturbances import Disturbance, Script
+from clusterddp.rehearsal.facts import Orders
 from clusterddp.rehearsal.rank import STACKS
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial
-from clusterddp.rehearsal.workspace import Workspace, files_in
-from clusterddp.worker.rank import reserve_port
+from clusterddp.rehearsal.workspace import Workspace
 
-#: Seconds between two looks at the ranks.
-LOOK_S = 0.02
-#: Seconds for the other ranks to end after one has failed by itself, and between two notices.
-_PEERS_S, BETWEEN_S = 5.0, 0.15
-#: Seconds for the processes that ranks have started, such as loader workers, to end by a notice.
-_CHILDREN_S = 1.0
-#: How much of a rank's standard error is kept.
-OUTPUT_BYTES = 20_000
+#: Seconds between two looks at the ranks, and between two notices.
+LOOK_S, BETWEEN_S = 0.02, 0.15
+#: Seconds for the stacks of ranks that are about to be killed.
+_STACKS_S = 1.0
 #: The most starts after the last disturbance.
 MORE_STARTS = 2
-#: What the script finds under these names only notes that it was called.
-_NOTED = ("scontrol", "sbatch", "scancel")
-_NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >> "{calls}"\n'
+#: How much of a rank's standard error is kept.
+_OUTPUT_BYTES = 20_000
 
 
 @dataclass(frozen=True)
 class Baseline:
     """What later runs need to know: how many steps precede given weights, and where the undisturbed run ends.
 
-    Of a script that is not repeatable, no weights are known, and ``last_number`` is that of the last step.
+    If the script is not repeatable, no weights are known, and ``last_number`` is that of the last step.
     """
 
-    known: Mapping[str, int]
-    last: str
-    cut: bool
+    known: Mapping[str, int] = field(default_factory=dict)
+    last: str = ""
+    cut: bool = False
     last_number: int | None = None
 
 
-class Conductor:
-    """Carries out runs of one script in new folders below ``folder``. ``notice``: the signal of a notice."""
+@dataclass(frozen=True)
+class Plan:
+    """What happens in one run. ``stimuli``: of its first starts. ``later_ranks``: of all starts after the first one."""
 
-    #: Which disturbances are tried in one run first, and whether that run gives them in an order of its own.
-    together: ClassVar[Sequence[Disturbance]] = TOGETHER
-    is_supervised: ClassVar[bool] = False
+    ranks: int
+    stimuli: Sequence[Stimulus] = ()
+    baseline: Baseline = field(default_factory=Baseline)
+    toggle_workers: bool = False
+    later_ranks: int | None = None
 
-    def __init__(
-        self,
-        folder: Path,
-        workspace: Workspace,
-        command: Sequence[str],
-        *,
-        steps: int,
-        limit_s: float,
-        notice: signal.Signals = signal.SIGTERM,
-    ) -> None:
-        self.folder, self.workspace, self._command = folder, workspace, list(command)
-        self._steps, self.limit_s = steps, limit_s
-        self._runs, self.notice = 0, notice
-        self.starts = 0
-        self._calls = folder / "calls"
-        self._commands = folder / "bin"
-        self._commands.mkdir()
-        for name in _NOTED:
-            (self._commands / name).write_text(_NOTE.format(calls=self._calls))
-            (self._commands / name).chmod(0o755)
+    def stimulus(self, index: int) -> Stimulus:
+        """How the start with this index is disturbed."""
+        return self.stimuli[index] if 0 <= index < len(self.stimuli) else Stimulus()
 
-    def run(
-        self,
-        stimuli: Sequence[Stimulus] = (),
-        *,
-        ranks: int,
-        baseline: Baseline | None = None,
-        toggle_workers: bool = False,
-        later_ranks: int | None = None,
-    ) -> Trial:
-        """One run in a fresh working folder. ``later_ranks``: of all starts after the first one."""
+
+@dataclass
+class Conductor(ABC):
+    """Carries out runs of one script in new folders below ``folder``.
+
+    ``steps``: the most steps of a start. ``limit_s``: its most seconds. ``notice``: the signal of a notice.
+    """
+
+    folder: Path
+    workspace: Workspace
+    command: Sequence[str]
+    steps: int
+    limit_s: float
+    notice: signal.Signals = signal.SIGTERM
+    #: How many starts there were.
+    starts: int = field(default=0, init=False)
+    _runs: int = field(default=0, init=False)
+    is_supervised: ClassVar[bool]
+    #: The disturbances that are not tried with any script, and why.
+    not_tried: ClassVar[Mapping[Disturbance, str]] = {}
+
+    def run(self, plan: Plan) -> Trial:
+        """One run in a fresh working folder."""
         self._runs += 1
         work = self.folder / f"run-{self._runs}"
-        here = self.workspace.create(work, link=is_available())
-        starts: list[Start] = []
-        known = dict(baseline.known) if baseline else {}
-        job = (1, 0)
-        while True:
-            stimulus = stimuli[len(starts)] if len(starts) < len(stimuli) else Stimulus()
-            count = later_ranks if later_ranks and starts else ranks
-            orders = self.orders(stimulus, baseline, known, toggle_workers, f"{self._runs}-{len(starts)}")
-            start = _Attempt(self, here, orders, stimulus, count, *job).carry_out(work)
-            starts.append(start)
-            self.starts += 1
-            known = Trial(starts).weights() | known
-            # After the time limit its user submits a new job, unless the script has requeued the one that it is.
-            job = (job[0] + 1, 0) if stimulus.time_limit and not start.requeued else (job[0], job[1] + 1)
-            if self._is_over(start, stimulus, len(starts) - len(stimuli)):
-                break
+        starts = self._carry_out(plan, work, self.workspace.create(work, link=is_available()))
+        self.starts += len(starts)
         shutil.rmtree(work, ignore_errors=True)
-        return Trial(starts, tuple(stimuli), ranks, self.notice)
+        return Trial(starts, tuple(plan.stimuli), plan.ranks, self.notice)
 
-    def orders(
-        self, stimulus: Stimulus, baseline: Baseline | None, known: Mapping[str, int], toggle_workers: bool, name: str
-    ) -> Orders:
-        """What the ranks of a start do. ``name``: of the start, or of the run if it has ``{attempt}``."""
+    @abstractmethod
+    def _carry_out(self, plan: Plan, work: Path, here: Path) -> Sequence[Start]:
+        """The starts of a run. ``here``: the folder in ``work`` that the script starts in."""
+
+    @abstractmethod
+    def together(
+        self, script: Script, wanted: Sequence[Disturbance], notice_s: float
+    ) -> Mapping[Disturbance, Stimulus]:
+        """The wanted disturbances that one run tries first, one per start."""
+
+    @property
+    def orders_file(self) -> Path:
+        """The file that ranks read their orders from."""
+        return self.folder / "orders.json"
+
+    def facts_file(self, name: str) -> str:
+        """The file for a rank's facts, with ``{rank}``. ``name``: of the start, or of the run with ``{attempt}``."""
+        return str(self.folder / f"facts-{name}-{{rank}}")
+
+    def orders(self, plan: Plan, stimulus: Stimulus, known: Mapping[str, int], name: str) -> Orders:
+        """What the ranks of a start do. ``name``: as for ``facts_file``."""
         return Orders(
-            facts=str(self.folder / f"facts-{name}-{{rank}}"),
+            facts=self.facts_file(name),
             socket=str(self.folder / "socket"),
-            steps=self._steps,
-            last=baseline.last if baseline else "",
-            cut=baseline.cut if baseline else False,
+            steps=self.steps,
+            last=plan.baseline.last,
+            cut=plan.baseline.cut,
             place=None if stimulus.full_disk else stimulus.place,
             after=stimulus.after,
             full_disk=stimulus.full_disk,
-            toggle_workers=toggle_workers,
+            toggle_workers=plan.toggle_workers,
             supervised=self.is_supervised,
-            last_number=baseline.last_number if baseline else None,
+            last_number=plan.baseline.last_number,
             delay_s=stimulus.delay_s,
             known=known,
         )
 
-    def _is_over(self, start: Start, stimulus: Stimulus, more: int) -> bool:
-        """Whether the job is not started again."""
-        if start.timed_out or start.is_cut:
-            return True
-        if stimulus.time_limit and start.disturbed:  # its user submits it again
-            return False
-        if start.is_done and not start.requeued:
-            return True
-        interrupted = start.disturbed or start.requeued or stimulus.full_disk
-        return more > MORE_STARTS or not interrupted
-
-    def command(self, work: Path) -> list[str]:
-        """The command of a rank, with the script of the working folder."""
-        first, *others = self._command
-        return [*module_command("clusterddp.rehearsal.rank"), first if first == "-m" else str(work / first), *others]
-
-    @property
-    def calls(self) -> Path:
-        """Where calls of Slurm's commands are noted."""
-        return self._calls
-
-    def environment(self, ranks: RankEnvironment, orders: Path, job: int, restart: int) -> dict[str, str]:
-        """The environment of one rank, as srun and a wrapper that sets torchrun's variables would make it."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "CLUSTERDDP"))}
-        restarts = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
-        return {
-            **kept,
-            **ranks.exports(),
-            **restarts,
-            "PATH": f"{self._commands}:{kept.get('PATH', os.defpath)}",
-            "SLURM_JOB_ID": str(job), "SLURM_JOBID": str(job), "SLURM_JOB_NAME": "rehearsal",
-            "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "localhost",
-            "SLURM_PROCID": str(ranks.rank), "SLURM_LOCALID": str(ranks.local_rank),
-            "SLURM_NTASKS": str(ranks.world_size), "SLURM_NTASKS_PER_NODE": str(ranks.world_size),
-            "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1",
-            "PYTHONHASHSEED": kept.get("PYTHONHASHSEED", "0"),
-            **self.confined(orders),
-        }  # fmt: skip
-
-    def confined(self, orders: Path) -> dict[str, str]:
+    def confined(self) -> dict[str, str]:
         """The variables of an observed rank that keep what it does inside the folder of the rehearsal."""
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
@@ -187,189 +134,25 @@ class Conductor:
             "TMPDIR": str(temporary),
             "WANDB_MODE": "offline",
             "PYTHONDONTWRITEBYTECODE": "1",
-            REHEARSAL: str(orders),
+            REHEARSAL: str(self.orders_file),
             REHEARSAL_WRITABLE: ":".join(map(str, writable)),
         }
 
 
-class _Attempt:
-    """One start of all ranks."""
-
-    def __init__(
-        self, conductor: Conductor, here: Path, orders: Orders, stimulus: Stimulus, ranks: int, job: int, restarts: int
-    ) -> None:
-        self._conductor, self._here, self._orders, self._stimulus = conductor, here, orders, stimulus
-        self._ranks, self._job = ranks, (job, restarts)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._noticed_at: float | None = None
-        self._killed: list[int] = []
-        self._stacks: dict[int, str] = {}
-
-    def carry_out(self, work: Path) -> Start:
-        """Starts the ranks, disturbs them, and waits until they have ended."""
-        conductor, orders = self._conductor, self._orders
-        orders_file = conductor.folder / "orders.json"
-        orders_file.write_text(orders.to_json())
-        conductor.calls.unlink(missing_ok=True)
-        Path(orders.socket).unlink(missing_ok=True)
-        began = time.monotonic()
-        with reserve_port(None) as self._held_port, socket.socket(socket.AF_UNIX) as server:
-            server.bind(orders.socket)
-            server.listen()
-            threading.Thread(target=self._serve, args=(server,), daemon=True).start()
-            try:
-                self._begin(orders_file, work)
-                timed_out = self._wait(began)
-            finally:
-                leftover = self._end()
-                with suppress(OSError):
-                    server.shutdown(socket.SHUT_RDWR)
-        ended = time.monotonic()
-        facts = {rank: read_facts(Path(orders.facts.format(rank=rank))) for rank in range(self._ranks)}
-        calls = conductor.calls.read_text() if conductor.calls.exists() else ""
-        return Start(
-            facts=facts,
-            codes={rank: process.returncode for rank, process in enumerate(self._processes)},
-            duration_s=ended - began,
-            disturbed=self._noticed_at is not None
-            or any(isinstance(one, Reached) for some in facts.values() for one in some),
-            exit_s=None if self._noticed_at is None else ended - self._noticed_at,
-            killed=tuple(self._killed),
-            stacks=self._stacks,
-            output={rank: self._output(rank) for rank in range(self._ranks)},
-            requeued="scontrol requeue" in calls or "sbatch" in calls,
-            files=files_in(work),
-            timed_out=timed_out,
-            leftover=leftover,
-        )
-
-    def _begin(self, orders_file: Path, work: Path) -> None:
-        port = self._held_port.getsockname()[1]
-        for rank in range(self._ranks):
-            ranks = RankEnvironment(rank, rank, self._ranks, self._ranks, 0, (), "127.0.0.1", port, "slurm")
-            with open(self._log(rank), "wb") as errors, open(self._log(rank, "out"), "wb") as output:
-                self._processes.append(
-                    subprocess.Popen(
-                        self._conductor.command(work),
-                        cwd=self._here,
-                        env=self._conductor.environment(ranks, orders_file, *self._job),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=errors,
-                        start_new_session=True,
-                    )
-                )
-
-    def _log(self, rank: int, kind: str = "err") -> Path:
-        return self._conductor.folder / f"rank-{rank}.{kind}"
-
-    def _output(self, rank: int) -> str:
-        return self._log(rank).read_bytes()[-OUTPUT_BYTES:].decode(errors="replace")
-
-    def _serve(self, server: socket.socket) -> None:
-        """Disturbs the ranks when rank 0 is at its place, and then lets it continue."""
-        with suppress(OSError):
-            link, _ = server.accept()
-            with link:
-                self._disturb()
-                link.sendall(b"1")
-
-    def _disturb(self) -> None:
-        if self._noticed_at is not None:
-            return
-        self._noticed_at = time.monotonic()
-        if self._stimulus.kill:
-            self._processes[0].kill()
-            return
-        for count in range(self._stimulus.notices):
-            if count:
-                time.sleep(BETWEEN_S)
-            children = [pid for process in self._processes for pid in descendants(process.pid)]
-            for process in self._processes:
-                _signal_all(process, self._conductor.notice)
-            # Rank 0 waits at its place, so that what the signal does to its loader workers comes first, as in a step of
-            # usual length.
-            deadline = time.monotonic() + _CHILDREN_S
-            while any(map(_is_running, children)) and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
-
-    def _wait(self, began: float) -> bool:
-        """Waits until all ranks have ended, or kills them when their time is up. Returns whether they did not end."""
-        failed_at: float | None = None
-        while any(process.poll() is None for process in self._processes):
-            now = time.monotonic()
-            self._look_for_moment(now - began)
-            codes = [process.returncode for process in self._processes]
-            if any(code not in (None, 0) for code in codes) and failed_at is None:
-                failed_at = now
-            if self._noticed_at is not None and not self._stimulus.kill:
-                if now > self._noticed_at + self._stimulus.notice_s:
-                    self._killed = self._kill()
-                    return False
-                if self._requeued():
-                    self._kill()
-                    return False
-            elif failed_at is not None and now > failed_at + _PEERS_S:
-                self._kill()
-                return False
-            if now > began + self._conductor.limit_s:
-                self._killed = self._kill()
-                return True
-            time.sleep(LOOK_S)
-        return False
-
-    def _look_for_moment(self, elapsed_s: float) -> None:
-        stimulus = self._stimulus
-        if self._noticed_at is not None:
-            return
-        is_time = stimulus.seconds is not None and elapsed_s >= stimulus.seconds
-        if is_time or (stimulus.line is not None and self._printed(stimulus.line)):
-            self._disturb()
-
-    def _printed(self, pattern: re.Pattern[str]) -> bool:
-        files = [self._log(rank, kind) for rank in range(self._ranks) for kind in ("out", "err")]
-        return any(pattern.search(file.read_text(errors="replace")) for file in files)
-
-    def _requeued(self) -> bool:
-        """Whether the script has asked for a requeue, at which Slurm ends the ranks."""
-        calls = self._conductor.calls
-        return calls.exists() and "scontrol requeue" in calls.read_text()
-
-    def _kill(self) -> list[int]:
-        """Kills the ranks that are still running, once they have printed their stacks. Returns those ranks."""
-        alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
-        sizes = {rank: self._log(rank).stat().st_size for rank in alive}
-        for rank in alive:
-            with suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid, STACKS)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and any(self._log(r).stat().st_size == sizes[r] for r in alive):
-            time.sleep(LOOK_S)
-        for rank in alive:
-            self._stacks[rank] = self._log(rank).read_bytes()[sizes[rank] :].decode(errors="replace")
-            _signal_all(self._processes[rank], signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
-        return alive
-
-    def _end(self) -> bool:
-        """Kills what is left of all ranks' processes. Returns whether any outlived their rank."""
-        leftover = False
-        for process in self._processes:
-            if process.poll() is None:
-                _signal_all(process, signal.SIGKILL)
-                process.wait()
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-                leftover = True
-        return leftover
+def stacks_of(pids: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, str]:
+    """The stacks that ranks print, by rank. Ranks that have ended have none."""
+    sizes = {rank: logs[rank].stat().st_size for rank in pids}
+    alive = []
+    for rank, pid in pids.items():
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACKS)
+            alive.append(rank)
+    deadline = time.monotonic() + _STACKS_S
+    while time.monotonic() < deadline and any(logs[rank].stat().st_size == sizes[rank] for rank in alive):
+        time.sleep(LOOK_S)
+    return {rank: logs[rank].read_bytes()[sizes[rank] :].decode(errors="replace") for rank in alive}
 
 
-def _is_running(pid: int) -> bool:
-    return process_start(pid) is not None
-
-
-def _signal_all(process: subprocess.Popen[bytes], signum: int) -> None:
-    """Signals a rank and the processes that it has started, as Slurm signals all processes of a step."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signum)
+def end_of(log: Path) -> str:
+    """The end of what a rank has printed."""
+    return log.read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")

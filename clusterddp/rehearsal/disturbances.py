@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -90,7 +90,7 @@ _LEAST_NOTICE_S, _SHARE = 0.02, 0.5
 class Script:
     """What the undisturbed run shows: after how many steps it saves, evaluates and ends an epoch, how long a save
     takes, and whether the rehearsal has cut it off. ``stretch``: the steps before its longest stretch without any, and
-    the seconds of that stretch, if it is notable."""
+    the seconds of that stretch, if it is notable. ``signals``: those that a function of any rank handles."""
 
     steps: int
     saves: Sequence[int]
@@ -100,6 +100,7 @@ class Script:
     loads: bool
     cut: bool
     stretch: tuple[int, float] | None = None
+    signals: Collection[int] = ()
 
     @classmethod
     def of(cls, start: Start, again: Start | None = None) -> Script:
@@ -117,6 +118,7 @@ class Script:
             loads,
             start.is_cut,
             _longest_stretch(start, again or start),
+            {one.signal for rank in start.facts for one in start.handlers(rank) if one.is_function},
         )
 
     def why_not(self, disturbance: Disturbance) -> str | None:
@@ -232,13 +234,14 @@ class Script:
             found[Disturbance.FULL_DISK] = replace(self.stimulus(Disturbance.FULL_DISK, notice_s), after=done + 1)
         return found
 
-    def together(self, disturbances: Sequence[Disturbance], notice_s: float) -> list[Stimulus]:
-        """The stimuli of one run with all of these, one a start. Their places are spread over its steps."""
-        found = []
+    def together(self, disturbances: Sequence[Disturbance], notice_s: float) -> dict[Disturbance, Stimulus]:
+        """The stimuli of one run with all of these, one per start. Their places are spread over its steps."""
+        found = {}
         for index, disturbance in enumerate(disturbances):
             place = _PLACES.get(disturbance, Place.STEP)
             after = max(1, (index + 1) * self.steps // (len(disturbances) + 3))
-            found.append(Stimulus(place, after, 2 if disturbance is Disturbance.TWO_NOTICES else 1, notice_s))
+            notices = 2 if disturbance is Disturbance.TWO_NOTICES else 1
+            found[disturbance] = Stimulus(place, after, notices, notice_s)
         return found
 
 

@@ -112,6 +112,11 @@ class HandlerSet:
     function_file: str = ""
     function_line: int = 0
 
+    @property
+    def is_function(self) -> bool:
+        """Whether a function handles the signal."""
+        return self.what not in ("default", "ignore")
+
 
 @dataclass(frozen=True)
 class StepMade:

@@ -97,8 +97,8 @@ def _why_not_saved(undisturbed: Undisturbed, trial: Trial, index: int, repeats: 
     """Why the steps before a notice were not saved."""
     start = trial.starts[index]
     handlers = {rank: _handlers(start, rank, trial.notice) for rank in start.facts}
-    with_handler = [rank for rank, found in handlers.items() if found and _is_function(found[-1])]
-    ever = [found for found in handlers.values() if any(map(_is_function, found))]
+    with_handler = [rank for rank, found in handlers.items() if found and found[-1].is_function]
+    ever = [found for found in handlers.values() if any(one.is_function for one in found)]
     lost = f"{counted(repeats, 'step')} before the notice {'is' if repeats == 1 else 'are'} repeated"
     if "DataLoader worker" in "".join(start.output.values()):
         return Finding(Cause.WORKERS_KILLED, f"the notice ends the loader's workers before the save, and {lost}")
@@ -114,7 +114,7 @@ def _why_not_saved(undisturbed: Undisturbed, trial: Trial, index: int, repeats: 
         )
     if not ever:
         later = [one for rank in undisturbed.start.facts for one in _handlers(undisturbed.start, rank, trial.notice)]
-        later = [one for one in later if _is_function(one)]
+        later = [one for one in later if one.is_function]
         if later:
             detail = f"the handler is installed {later[0].seconds:.1f} s after the start, and {lost}"
             return Finding(Cause.HANDLER_LATE, detail, later[0].file, later[0].line)
@@ -171,17 +171,8 @@ _PHASES = {
 }
 
 
-def handles(start: Start, notice: signal.Signals) -> bool:
-    """Whether any rank has a handler for the notice."""
-    return any(_is_function(one) for rank in start.facts for one in _handlers(start, rank, notice))
-
-
 def _handlers(start: Start, rank: int, notice: signal.Signals) -> list[HandlerSet]:
     return [one for one in start.handlers(rank) if one.signal == notice]
-
-
-def _is_function(handler: HandlerSet) -> bool:
-    return handler.what not in ("default", "ignore")
 
 
 def _in_handler(start: Start, handler: HandlerSet) -> bool:

@@ -12,10 +12,10 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.rehearsal import comparison
 from clusterddp.rehearsal.causes import Cause, Finding, Rank
 from clusterddp.rehearsal.comparison import Result
-from clusterddp.rehearsal.conductor import Baseline, Conductor
+from clusterddp.rehearsal.conductor import Baseline, Conductor, Plan
 from clusterddp.rehearsal.disturbances import Disturbance, Script
 from clusterddp.rehearsal.facts import Loaded
-from clusterddp.rehearsal.findings import diagnose, handles
+from clusterddp.rehearsal.findings import diagnose
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from clusterddp.reporter import counted
 
@@ -98,7 +98,7 @@ def rehearse(
 def _undisturbed(conductor: Conductor, ranks: int, tell: Callable[[str], object]) -> Undisturbed:
     trials = []
     for name in ("undisturbed", "undisturbed, again"):
-        trial = conductor.run(ranks=ranks)
+        trial = conductor.run(Plan(ranks))
         _check(trial.last, conductor)
         steps = len(trial.last.steps())
         tell(f"{name}: {counted(steps, 'step')} in {trial.last.duration_s:.1f} s")
@@ -164,19 +164,12 @@ class _Runs:
         """All wanted disturbances, those that can be tried together in one run first."""
         done: dict[Disturbance, Tried] = {}
         for one in wanted:
-            if (reason := self.script.why_not(one)) is not None:
+            if reason := self.script.why_not(one) or self.conductor.not_tried.get(one):
                 done[one] = Tried(one, reason)
-            elif one is Disturbance.TIME_LIMIT and self.conductor.is_supervised:
-                done[one] = Tried(one, "clusterddp continues the run in a new job, as after a preemption")
             elif one is Disturbance.RANKS and self.ranks == 1:
                 done[one] = Tried(one, "there is one rank")
-        together = [one for one in self.conductor.together if one in wanted and one not in done]
-        if self.conductor.is_supervised:
-            stimuli = self.script.in_order(together, self.notice_s)
-        elif handles(self.undisturbed.start, self.conductor.notice):
-            stimuli = dict(zip(together, self.script.together(together, self.notice_s), strict=True))
-        else:  # the notice ends the script at once, so that no result can be right
-            stimuli = {}
+        remaining = [one for one in wanted if one not in done]
+        stimuli = self.conductor.together(self.script, remaining, self.notice_s)
         if len(stimuli) > 1:
             done |= self._together(stimuli)
         for one in wanted:
@@ -233,9 +226,7 @@ class _Runs:
         return tried
 
     def _run(self, stimuli: Sequence[Stimulus], *, toggle: bool = False, later_ranks: int | None = None) -> Trial:
-        return self.conductor.run(
-            stimuli, ranks=self.ranks, baseline=self.baseline, toggle_workers=toggle, later_ranks=later_ranks
-        )
+        return self.conductor.run(Plan(self.ranks, stimuli, self.baseline, toggle, later_ranks))
 
     def _described(self, disturbance: Disturbance, trial: Trial, index: int, resume: comparison.Resume | None) -> Tried:
         start = trial.starts[index]

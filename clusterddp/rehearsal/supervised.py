@@ -22,13 +22,12 @@ from clusterddp.errors import STOPPED
 from clusterddp.history.beginnings import NotRestored, Resumed
 from clusterddp.jobdef.job import Checkpointing, Job, Limits
 from clusterddp.messages.reports import End
-from clusterddp.rehearsal.conductor import BETWEEN_S, LOOK_S, MORE_STARTS, OUTPUT_BYTES, Baseline, Conductor
-from clusterddp.rehearsal.confinement import is_available
-from clusterddp.rehearsal.disturbances import Disturbance
+from clusterddp.rehearsal import disturbances
+from clusterddp.rehearsal.conductor import BETWEEN_S, LOOK_S, MORE_STARTS, Conductor, Plan, end_of, stacks_of
+from clusterddp.rehearsal.disturbances import Disturbance, Script
 from clusterddp.rehearsal.facts import CUT_OFF, Began, Fact, Reached, file_of_attempt, read_facts
-from clusterddp.rehearsal.rank import STACKS
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial
-from clusterddp.rehearsal.workspace import Workspace, files_in
+from clusterddp.rehearsal.workspace import files_in
 from clusterddp.runs.local import LocalRun, Output
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.submission import record_local
@@ -37,8 +36,6 @@ from clusterddp.supervisor.verdict import RankEnd
 
 #: Seconds that the other ranks get to end a step after which rank 0 is cut off.
 _CUT_S = 5.0
-#: Seconds for the stacks of ranks that are about to be killed.
-_STACKS_S = 1.0
 #: The share of a start's steps between two checkpoints, if the job saves less often.
 _SAVES = 12
 
@@ -54,56 +51,51 @@ def rehearsed(job: Job, steps: int) -> Job:
     return replace(job, hook=(), preflight=False, limits=Limits(), snapshot=False)
 
 
+#: What one run tries. Those that do not fit into its steps are tried alone.
+TOGETHER = (
+    Disturbance.START,
+    Disturbance.FIRST_STEPS,
+    *disturbances.TOGETHER,
+    Disturbance.SHORT_NOTICE,
+    Disturbance.KILL,
+    Disturbance.FULL_DISK,
+)
+
+
+@dataclass
 class SupervisedConductor(Conductor):
     """Carries out runs of one job under clusterddp."""
 
-    together: ClassVar[Sequence[Disturbance]] = (
-        Disturbance.START,
-        Disturbance.FIRST_STEPS,
-        Disturbance.STEP,
-        Disturbance.EVALUATION,
-        Disturbance.SAVE,
-        Disturbance.AFTER_SAVE,
-        Disturbance.EPOCH_END,
-        Disturbance.TWO_NOTICES,
-        Disturbance.SHORT_NOTICE,
-        Disturbance.KILL,
-        Disturbance.FULL_DISK,
-    )
+    job: Job = field(kw_only=True)
     is_supervised: ClassVar[bool] = True
+    not_tried: ClassVar[Mapping[Disturbance, str]] = {
+        Disturbance.TIME_LIMIT: "clusterddp continues the run in a new job, as after a preemption"
+    }
 
-    def __init__(
-        self, folder: Path, workspace: Workspace, command: Sequence[str], job: Job, *, steps: int, limit_s: float
-    ) -> None:
-        notice = signal.Signals[f"SIG{job.stop.signal}"] if job.stop.signal else signal.SIGTERM
-        super().__init__(folder, workspace, command, steps=steps, limit_s=limit_s, notice=notice)
-        self._job = rehearsed(job, steps)
+    def __post_init__(self) -> None:
+        if self.job.stop.signal:
+            self.notice = signal.Signals[f"SIG{self.job.stop.signal}"]
+        self.job = rehearsed(self.job, self.steps)
 
-    def run(
-        self,
-        stimuli: Sequence[Stimulus] = (),
-        *,
-        ranks: int,
-        baseline: Baseline | None = None,
-        toggle_workers: bool = False,
-        later_ranks: int | None = None,
-    ) -> Trial:
-        """One run in a fresh working folder and a fresh run directory."""
-        self._runs += 1
-        work = self.folder / f"run-{self._runs}"
-        here = self.workspace.create(work, link=is_available())
-        script = None if self._job.script is None else str(work / self._command[0])
-        job = replace(self._job, script=script, gpus_per_node=ranks)
+    def together(
+        self, script: Script, wanted: Sequence[Disturbance], notice_s: float
+    ) -> Mapping[Disturbance, Stimulus]:
+        """Those that fit into the steps of one run, in the order of their places."""
+        return script.in_order([one for one in TOGETHER if one in wanted], notice_s)
+
+    def _carry_out(self, plan: Plan, work: Path, here: Path) -> Sequence[Start]:
+        script = None if self.job.script is None else str(work / self.command[0])
+        job = replace(self.job, script=script, gpus_per_node=plan.ranks)
         directory = self.folder / f"runs-{self._runs}" / job.name
         directory.parent.mkdir()
-        local = _Rehearsed(record_local(job, str(directory), prints=False, loop=False), job, folder=here)
-        local.plan(self, stimuli, baseline, toggle_workers, f"{self._runs}-{{attempt}}")
+        run = record_local(job, str(directory), prints=False, loop=False)
+        name = f"{self._runs}-{{attempt}}"
+        local = _Rehearsed(run, job, environment=self.confined(), folder=here, conductor=self, plan=plan, name=name)
         with local.served():
             while local.attempt_again(work):
-                if later_ranks:
-                    record_local(replace(job, gpus_per_node=later_ranks), str(directory), prints=False, loop=False)
-        self.starts += len(local.starts)
-        return Trial(local.starts, tuple(stimuli), ranks, self.notice)
+                if plan.later_ranks:
+                    record_local(replace(job, gpus_per_node=plan.later_ranks), str(directory), prints=False, loop=False)
+        return local.starts
 
 
 class _Quiet(Progress):
@@ -126,8 +118,11 @@ class _Quiet(Progress):
 
 @dataclass
 class _Rehearsed(LocalRun):
-    """A local run whose attempts are disturbed."""
+    """A local run whose attempts are disturbed as planned. ``name``: of its facts, with ``{attempt}``."""
 
+    conductor: Conductor = field(kw_only=True)
+    plan: Plan = field(kw_only=True)
+    name: str = field(kw_only=True)
     starts: list[Start] = field(default_factory=list)
     #: When an attempt was disturbed, and the ranks that were killed at the end of its notice, with their stacks.
     _disturbed: dict[int, float] = field(default_factory=dict)
@@ -136,46 +131,29 @@ class _Rehearsed(LocalRun):
     _cut: list[float] = field(default_factory=list)
     _timed_out: bool = False
 
-    def plan(
-        self,
-        conductor: Conductor,
-        stimuli: Sequence[Stimulus],
-        baseline: Baseline | None,
-        toggle_workers: bool,
-        name: str,
-    ) -> None:
-        """What happens to the attempts of this run."""
-        self._conductor, self._stimuli, self._baseline = conductor, stimuli, baseline
-        self._toggle_workers, self._name = toggle_workers, name
-        self._orders = conductor.folder / "orders.json"
-        self.environment = conductor.confined(self._orders)
-
     # --- orders
-
-    def _stimulus(self, attempt: int) -> Stimulus:
-        return self._stimuli[attempt] if 0 <= attempt < len(self._stimuli) else Stimulus()
 
     def _write_orders(self) -> None:
         """For each attempt with a stimulus, and for all others. Also the supervisor starts attempts by itself."""
-        known = dict(self._baseline.known) if self._baseline else {}
-        known = Trial(self.starts).weights() | known
-        for attempt in (*range(len(self._stimuli)), None):
-            stimulus = Stimulus() if attempt is None else self._stimulus(attempt)
-            orders = self._conductor.orders(stimulus, self._baseline, known, self._toggle_workers, self._name)
-            file = self._orders if attempt is None else file_of_attempt(self._orders, attempt)
+        known = Trial(self.starts).weights() | dict(self.plan.baseline.known)
+        for attempt in (*range(len(self.plan.stimuli)), None):
+            stimulus = Stimulus() if attempt is None else self.plan.stimulus(attempt)
+            orders = self.conductor.orders(self.plan, stimulus, known, self.name)
+            all_others = self.conductor.orders_file
+            file = all_others if attempt is None else file_of_attempt(all_others, attempt)
             file.write_text(orders.to_json())
 
     def _facts(self, attempt: int, rank: int) -> Sequence[Fact]:
-        return read_facts(self._conductor.folder / f"facts-{self._name.format(attempt=attempt)}-{rank}")
+        return read_facts(Path(self.conductor.facts_file(self.name).format(rank=rank, attempt=attempt)))
 
     # --- the ranks' messages
 
     @contextmanager
     def served(self) -> Iterator[None]:
         """Serves the ranks that say that they are at their place."""
-        path = self._conductor.folder / "socket"
+        path = self.conductor.folder / "socket"
         path.unlink(missing_ok=True)
-        for old in self._orders.parent.glob("orders*.json"):
+        for old in self.conductor.folder.glob("orders*.json"):
             old.unlink()
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(path))
@@ -206,7 +184,7 @@ class _Rehearsed(LocalRun):
     def _disturb(self, attempt: int) -> None:
         if attempt in self._disturbed:
             return
-        stimulus = self._stimulus(attempt)
+        stimulus = self.plan.stimulus(attempt)
         self._disturbed[attempt] = time.monotonic()
         if stimulus.kill:
             for pid in self._pids(attempt, ranks=1).values():
@@ -255,7 +233,7 @@ class _Rehearsed(LocalRun):
         if outcome is not None or self._cut or self._timed_out or not new:
             return False
         interrupted = code == STOPPED or new[-1] in self._killed
-        return interrupted and len(self.starts) - len(self._stimuli) <= MORE_STARTS
+        return interrupted and len(self.starts) - len(self.plan.stimuli) <= MORE_STARTS
 
     def _start(
         self,
@@ -273,7 +251,7 @@ class _Rehearsed(LocalRun):
         ranks = [int(path.stem.removeprefix("rank-")) for path in logs.glob("rank-*.err")]
         facts = {rank: self._facts(attempt, rank) for rank in sorted(ranks)}
         noticed_at = self._disturbed.get(attempt)
-        output = {rank: _end_of(logs / f"rank-{rank}.err") for rank in facts}
+        output = {rank: end_of(logs / f"rank-{rank}.err") for rank in facts}
         if not any(text.strip() for text in output.values()):
             output = {0: said}
         return Start(
@@ -282,7 +260,7 @@ class _Rehearsed(LocalRun):
             duration_s=duration_s,
             disturbed=noticed_at is not None
             or any(isinstance(fact, Reached) for some in facts.values() for fact in some),
-            exit_s=None if noticed_at is None or self._stimulus(attempt).kill else ended - noticed_at,
+            exit_s=None if noticed_at is None or self.plan.stimulus(attempt).kill else ended - noticed_at,
             killed=tuple(self._killed.get(attempt, ())),
             stacks=self._stacks if attempt in self._killed or timed_out else {},
             output=output,
@@ -311,10 +289,10 @@ class _Rehearsed(LocalRun):
             now = time.monotonic()
             attempt = max(set(self.run.attempts()) - earlier, default=-1)
             self._look_for_moment(attempt, now - began, output)
-            noticed_at, stimulus = self._disturbed.get(attempt), self._stimulus(attempt)
+            noticed_at, stimulus = self._disturbed.get(attempt), self.plan.stimulus(attempt)
             if noticed_at is not None and stimulus.notices and now > noticed_at + stimulus.notice_s:
                 self._killed[attempt] = self._kill_ranks(attempt)
-            elif now > began + self._conductor.limit_s:
+            elif now > began + self.conductor.limit_s:
                 self._timed_out = True
                 self._kill_ranks(attempt)
             elif self._cut and (len(self._cut) >= self.job.world_size or now > self._cut[0] + _CUT_S):
@@ -325,30 +303,15 @@ class _Rehearsed(LocalRun):
 
     def _look_for_moment(self, attempt: int, elapsed_s: float, output: Output) -> None:
         """Whether it is the user's own moment, of ``--at``."""
-        stimulus = self._stimulus(attempt)
         if attempt in self._disturbed or not self._pids(attempt, ranks=1):
             return
-        is_time = stimulus.seconds is not None and elapsed_s >= stimulus.seconds
-        if is_time or (stimulus.line is not None and output.has(stimulus.line)):
+        if self.plan.stimulus(attempt).is_due(elapsed_s, output.has):
             self._disturb(attempt)
 
     def _kill_ranks(self, attempt: int) -> list[int]:
         """Kills the supervisor, and all ranks with it, once they have printed their stacks. Returns the ranks."""
-        logs = {rank: self.run.attempt_logs(attempt) / f"rank-{rank}.err" for rank in self._pids(attempt)}
-        sizes = {rank: log.stat().st_size for rank, log in logs.items()}
-        alive = []
-        for rank, pid in self._pids(attempt).items():
-            with suppress(ProcessLookupError):
-                os.kill(pid, STACKS)
-                alive.append(rank)
-        deadline = time.monotonic() + _STACKS_S
-        while time.monotonic() < deadline and any(logs[rank].stat().st_size == sizes[rank] for rank in alive):
-            time.sleep(LOOK_S)
-        for rank in alive:
-            self._stacks[rank] = logs[rank].read_bytes()[sizes[rank] :].decode(errors="replace")
+        pids = self._pids(attempt)
+        stacks = stacks_of(pids, {rank: self.run.attempt_logs(attempt) / f"rank-{rank}.err" for rank in pids})
+        self._stacks |= stacks
         self._kill()
-        return alive
-
-
-def _end_of(log: Path) -> str:
-    return log.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace")
+        return list(stacks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -49,6 +49,11 @@ class Stimulus:
     delay_s: float = 0.0
     seconds: float | None = None
     line: re.Pattern[str] | None = None
+
+    def is_due(self, elapsed_s: float, has_printed: Callable[[re.Pattern[str]], bool]) -> bool:
+        """Whether the user's own moment has come."""
+        is_time = self.seconds is not None and elapsed_s >= self.seconds
+        return is_time or (self.line is not None and has_printed(self.line))
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from clusterddp.rehearsal.facts import (
 )
 from clusterddp.rehearsal.findings import diagnose
 from clusterddp.rehearsal.observer import unset
-from clusterddp.rehearsal.supervised import SupervisedConductor
+from clusterddp.rehearsal.supervised import TOGETHER
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from tests.wording import raises
 
@@ -588,7 +588,7 @@ def test_batches_without_indices_are_compared() -> None:
 def test_the_disturbances_of_one_run_are_in_the_order_of_their_places() -> None:
     """Each has its place behind that of the one before."""
     script = Script(60, range(5, 60, 5), [20, 40], [15, 30, 45], 0.1, True, True)
-    wanted = [one for one in SupervisedConductor.together if one is not Disturbance.START]
+    wanted = [one for one in TOGETHER if one is not Disturbance.START]
     planned = script.in_order(wanted, 20.0)
     places = [one.after for one in planned.values()]
     assert planned.keys() == set(wanted) and list(planned)[-1] is Disturbance.FULL_DISK
