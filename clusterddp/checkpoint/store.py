@@ -82,7 +82,7 @@ class Checkpoints:
         deadline = time.monotonic() + within_s
         while not any(found.step == step and found.attempt == self._attempt - 1 for found in self.candidates()):
             if time.monotonic() >= deadline:
-                say(f"checkpoint {step} was committed, but is missing from {self.folder}")
+                say(f"checkpoint {step} was saved, but is missing from {self.folder}")
                 return
             time.sleep(0.5)
 
@@ -101,7 +101,7 @@ class Checkpoints:
                 committed.append(event.step)
         if committed:
             raise CheckpointError(
-                f"checkpoint {max(committed)} of this run was committed, but all checkpoints are missing from "
+                f"checkpoint {max(committed)} of this run was saved, but all checkpoints are missing from "
                 f"{self.folder}. A run never restarts from step 0 on its own. Restore the files, or start a new run in "
                 "a different folder"
             )

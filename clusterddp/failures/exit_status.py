@@ -341,8 +341,13 @@ TABLE = (
     ),
     # Connections between ranks, and clusterddp's own.
     ErrorText(
-        r"^DeviceError: (the ranks on node|device \S+ requested, but no GPU)", Blame.NODE,
+        r"^DeviceError: the ranks on node", Blame.NODE,
         "a GPU of the node is missing, or the job needs more GPUs than it was given", "clusterddp",
+        types=frozenset(("DeviceError",)),
+    ),
+    ErrorText(
+        r"^DeviceError: device \S+ requested, but no GPU", Blame.NODE,
+        "the node has no working GPU, or the job got none. To train on CPUs, add --device cpu", "clusterddp",
         types=frozenset(("DeviceError",)),
     ),
     ErrorText(

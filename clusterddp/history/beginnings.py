@@ -113,7 +113,7 @@ class OwnResume(Event):
     def sentence(self) -> str | None:
         passed = f". Not used: {', '.join(self.passed_over)}" if self.passed_over else ""
         if self.file is not None:
-            written = f"{self.file}, written {duration(self.before_s)} before the stop"
+            written = f"{self.file}, saved {duration(self.before_s)} before the stop"
             given = f". The script starts with {shlex.join(self.arguments)}" if self.arguments else ""
             return f"the newest checkpoint of the script is {written}{given}{passed}"
         if self.attempt == 0:

@@ -140,8 +140,8 @@ class Saved(SavedItself, Reported):
     items: int | None = None
 
     def sentence(self) -> str:
-        into = "" if self.items is None else f", {counted(self.items, 'item')} into its epoch"
-        return f"the script saved {self.file}{into}"
+        after = "" if self.items is None else f" after {counted(self.items, 'batch', 'batches')} of its epoch"
+        return f"the script saved {self.file}{after}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,11 @@ class Continues(AttemptEnd, abstract=True):
             if self.made is None:
                 sentences.append("No step was recorded")
             else:
-                made = f"The attempt completed at least {counted(self.made, 'step')}, and no checkpoint is known"
-                sentences += [made, "Unless the script itself resumes, it trains from the beginning"]
+                sentences += [
+                    f"The attempt completed at least {counted(self.made, 'step')}",
+                    "The script restarts from the beginning unless it resumes by itself or `resume.checkpoint` names "
+                    "its checkpoints",
+                ]
         elif step == 0:
             sentences.append("No step was completed")
         elif checkpoint is None:

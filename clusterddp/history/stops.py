@@ -111,7 +111,7 @@ class LeftLoop(Reported):
     by: str = ""
 
     def sentence(self) -> str:
-        ways = {"break": "break or return", "exception": "an exception or close()"}
+        ways = {"break": "break or return", "exception": "an exception"}
         advice = "" if self.by == "exception" else ". To end a run early, call run.finish(), which saves"
         return (
             f"the script left its loop with {ways.get(self.by, 'break or an exception')} after step {self.step} of "

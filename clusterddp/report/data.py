@@ -309,6 +309,6 @@ def _verdict(data: Mapping[str, Any], stops: Mapping[str, int], doubtful: bool) 
         f"{repeated:,} {'step was' if repeated == 1 else 'steps were'} repeated" if repeated else "no step was repeated"
     )
     lost = "how many steps were repeated is unknown" if repeated is None else lost
-    share = f"{100 * time['ettr']:.0f}% of the time was training that counts"
+    share = f"{100 * time['ettr']:.0f}% was productive training"
     first = f"{beginning}, {duration(time['total_s'])} {since} its submission.{why}{continued}"
     return f"{first} It was {was}, {lost}, and {share}."

@@ -50,7 +50,7 @@ def test_each_fault_of_a_device_is_named_and_the_run_continues_until_the_device_
         "| likely cause: an index is out of range in a kernel",
         "| restarting all ranks in place, because the previous attempt may still have held memory\n",
         "| likely cause: the GPU, its memory or its links have failed",
-        "| likely cause: a GPU of the node is missing",
+        "| likely cause: the node has no working GPU",
     ):
         assert words in done.stderr
     # The aborted rank's memory was still in use when the next one started.

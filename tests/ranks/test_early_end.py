@@ -87,7 +87,7 @@ def test_an_exception_in_the_loop_is_not_answered_with_advice_about_break(tmp_pa
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(SCRIPT)
     done = submitted(script, run, "raise", code=1)
-    assert "the script left its loop with an exception or close() after step 5 of 20. Steps since the" in done.stderr
+    assert "the script left its loop with an exception after step 5 of 20. Steps since the" in done.stderr
     assert "run.finish()" not in done.stderr and "ValueError: of the script" in done.stderr
 
 

@@ -69,7 +69,7 @@ def test_a_run_whose_checkpoints_are_missing_does_not_restart_from_step_0(
         run = without(trained, tmp_path / "-".join(missing), *missing)
         before = run.events()
         done = submit(run, 6, "--change")
-        words = f"checkpoint 4 of this run was committed, but all checkpoints are missing from {run.checkpoints}"
+        words = f"checkpoint 4 of this run was saved, but all checkpoints are missing from {run.checkpoints}"
         assert (done.returncode, words in done.stderr) == (1, True), done.stderr
         says(done.stderr)
         assert (run.events(), outcome_of(run)) == (before, outcome_of(trained))

@@ -1217,7 +1217,7 @@ def test_a_job_that_would_be_requeued_for_its_exit_code_is_not_as_a_run_fails(
 
 
 def test_a_script_that_saved_nothing_since_it_resumed_continues_from_the_same_file(run: RunDirectory) -> None:
-    """Its own. The history had said that no checkpoint is known."""
+    """Its own. The history had named no checkpoint."""
     number = run.create_attempt()
     happened(run, {"attempt": number, "time": 1.0, "event": "own_resume", "file": "a.pt"})
     happened(run, {"attempt": number, "time": 2.0, "event": "steps_seen"})

@@ -222,11 +222,11 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
     (run.path / "b.pt").touch()
     file = run.path / "a.pt"
     assert begun(run, 1, earlier)[1] == (
-        "attempt 1: the newest checkpoint of the script is a.pt, written 14 s before the stop. The script starts with "
+        "attempt 1: the newest checkpoint of the script is a.pt, saved 14 s before the stop. The script starts with "
         f"--resume {file}. Not used: b.pt: empty"
     )
     assert begun(run, 1, earlier, job(()))[1].startswith(
-        "attempt 1: the newest checkpoint of the script is a.pt, written 14 s"
+        "attempt 1: the newest checkpoint of the script is a.pt, saved 14 s"
     )
     at(run.path / "a.pt", 40)
     (run.path / "b.pt").unlink()
@@ -243,8 +243,8 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
         ({"step": None, "checkpoint": None, "file": "a.pt"}, "The newest checkpoint is a.pt"),
         (
             {"step": None, "checkpoint": None, "made": 14},
-            "The attempt completed at least 14 steps, and no checkpoint is known. Unless the script itself resumes, "
-            "it trains from the beginning",
+            "The attempt completed at least 14 steps. The script restarts from the beginning unless it resumes by "
+            "itself or `resume.checkpoint` names its checkpoints",
         ),
         ({"step": None, "checkpoint": None}, "No step was recorded"),
     ],
