@@ -112,7 +112,7 @@ PEERS = {
             "Trainer",
             ("with_transformers.py", "with_transformers.sbatch"),
             ("transformers", "accelerate"),
-            "resume_from_checkpoint=True continues from the last save; nothing about Slurm",
+            "resume_from_checkpoint=True continues from the last save; with enable_jit_checkpoint: saves on SIGTERM",
         ),
     )
 }

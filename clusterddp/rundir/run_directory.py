@@ -144,8 +144,8 @@ class RunDirectory:
     files grow line by line, and each has one writer at a time. A killed writer may leave an incomplete last line, which
     readers skip. They also skip a line that another program wrote, with a warning that names the line.
 
-    A step has the number of steps before it, in ``run.step`` and in ``metrics.jsonl``. Checkpoints, most events and
-    ``outcome.json`` name the number of steps that are done. Checkpoint 500 is the state after steps 0 to 499, and a run
+    Steps are numbered from 0 in ``run.step`` and in ``metrics.jsonl``. Checkpoints, most events and ``outcome.json``
+    have the number of completed steps. Checkpoint 500 is the state after steps 0 to 499, and a run
     that resumes from it runs step 500 next. Attempts, ranks and nodes are numbered from 0.
     """
 
@@ -177,7 +177,7 @@ class RunDirectory:
 
     JSON has no NaN and no infinity. They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
     which ``float()`` and ``pandas.to_numeric`` read. Lines below a step are on disk before the checkpoint of that step
-    is committed. What ``run.log()`` logs outside a step, such as an evaluation after the loop, is a line with
+    is saved. What ``run.log()`` logs outside a step, such as an evaluation after the loop, is a line with
     ``"event": "result"`` and the number of steps completed so far, which the recipe above takes for a step's.
     """
     timing_file = _Below("timing.jsonl")

@@ -41,6 +41,17 @@ def test_every_relative_link_and_anchor_exists(name: str) -> None:
         assert not anchor or anchor in anchors(target), f"{name} links to {link}: no such heading"
 
 
+def test_the_index_calls_a_page_by_its_title() -> None:
+    """The navigation of the site takes its words from the index."""
+    rows = re.findall(
+        r"^\| \[([^\]]+)\]\(([^)#]+\.md)\)", (REPOSITORY / "docs" / "README.md").read_text(), re.MULTILINE
+    )
+    assert rows
+    for words, page in rows:
+        (title, *_) = re.findall(r"^# (.*)$", (REPOSITORY / "docs" / page).read_text(), re.MULTILINE)
+        assert words == title, page
+
+
 def test_every_page_is_in_the_index() -> None:
     index = REPOSITORY / "docs" / "README.md"
     listed = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
