@@ -23,7 +23,7 @@ ARGUMENTS = {
 
 def commands(section: str) -> dict[str, str]:
     """The command in each launcher's row of the section's table."""
-    text = (REPOSITORY / "docs" / "guide" / "existing-repository.md").read_text()
+    text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
     table = re.search(rf"^\*\*{section}\*\*\n\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert table is not None, f"no table below {section!r}"
     return dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|", table[1], re.MULTILINE))

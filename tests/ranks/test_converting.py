@@ -13,9 +13,10 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.preempting import preempting
 
-GUIDE = (
-    next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists()) / "docs/guide"
+README = (
+    next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists()) / "README.md"
 )
+GUIDE = README.parent / "docs" / "guide"
 SUBMIT = [sys.executable, "-m", "clusterddp", "submit", "train.py", "--local", "--device", "cpu", "--gpus", "2"]
 
 
@@ -54,9 +55,24 @@ def test_the_first_run_ends_as_the_page_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.product  # test_untouched.py has other scripts that are not changed
-def test_the_torchrun_script_runs_unchanged_under_clusterddp(tmp_path: Path) -> None:
-    submit(tmp_path / "plain", block("converting.md", "# before"))
-    assert [line.partition(":")[0] for line in printed(tmp_path / "plain")] == ["epoch 0", "epoch 1", "epoch 2"]
+def test_the_torchrun_script_is_preempted_and_continues_as_the_readme_shows(tmp_path: Path) -> None:
+    shown = re.search(
+        r"^\$ clusterddp submit main.py .*?(--set.*?)\n(.*?)```", README.read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert shown is not None
+    with preempting("epoch 4"):
+        done = submit(tmp_path / "plain", block("converting.md", "# before"), *shown[1].split())
+    said = [without_numbers(line) for line in (done.stdout + done.stderr).splitlines()]
+    expected = [without_numbers(line) for line in shown[2].splitlines() if line != "..."]
+    assert len(expected) > 5 and [line for line in said if line in expected and "epoch" not in line] == [
+        line for line in expected if "epoch" not in line
+    ]
+    assert [line.partition(":")[0] for line in printed(tmp_path / "plain")] == [f"epoch {n}" for n in range(10)]
+
+
+def without_numbers(line: str) -> str:
+    """Losses, processes, hosts and folders differ from run to run."""
+    return re.sub(r"\d+\.\d+|/\S*/|\(process.*", "#", line)
 
 
 @pytest.mark.parametrize("epochs", [3, pytest.param(20, marks=pytest.mark.product)])

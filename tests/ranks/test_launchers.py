@@ -1,4 +1,4 @@
-"""The commands of docs/guide/existing-repository.md that start ranks on one machine."""
+"""The commands of docs/guide/launchers.md that start ranks on one machine."""
 
 from __future__ import annotations
 
@@ -111,6 +111,6 @@ def test_a_job_has_the_same_results_under_every_launcher(tmp_path: Path, launche
 
 def test_the_tables_list_all_supported_launchers() -> None:
     """A missing or malformed row would not be tested."""
-    text = (REPOSITORY / "docs" / "guide" / "existing-repository.md").read_text()
+    text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
     assert text.count(" ARGS` |") == len(launchers.commands(HERE)) + len(launchers.commands("On Slurm")) == 11
     assert {job for _, job in launchers.cases(HERE)} == set(launchers.ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Writes RESULTS.md here from what RESULTS.json holds, and the short table of the guide."""
+"""Writes RESULTS.md here from what RESULTS.json holds, and the short table of the documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.repositories.disturbances import CELLS, Result
 from tests.repositories.entries import Repository
 
 PAGE = Path(__file__).with_name("RESULTS.md")
-GUIDE = REPOSITORY / "docs" / "guide" / "existing-repository.md"
+SHORT = REPOSITORY / "docs" / "measurements" / "repositories.md"
 HEADINGS = {
     "undisturbed": "undisturbed",
     "before": "preempted before its first checkpoint",
@@ -43,7 +43,7 @@ The same preemptions on the test cluster, by a job of higher priority with a gra
 
 def write_page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> None:
     PAGE.write_text(page(entries, measured))
-    fill(GUIDE, {"tested repositories": short_table(entries, measured).strip()})
+    fill(SHORT, {"tested repositories": short_table(entries, measured).strip()})
 
 
 def page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:

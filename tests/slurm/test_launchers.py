@@ -1,4 +1,4 @@
-"""The same scripts under every launcher on Slurm, as docs/guide/existing-repository.md has them."""
+"""The same scripts under every launcher on Slurm, as docs/guide/launchers.md has them."""
 
 from __future__ import annotations
 

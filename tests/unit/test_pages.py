@@ -126,11 +126,24 @@ def test_the_readmes_diff_has_a_script_before_and_after() -> None:
 
 
 def test_the_readmes_costs_are_what_was_measured() -> None:
-    (sentences,) = re.findall(r"^A preempted job freed .*?\n\n", PAGES[0].read_text(), re.DOTALL | re.MULTILINE)
+    (sentence,) = re.findall(r"Nodes were free .*? saving", PAGES[0].read_text(), re.DOTALL)
     found = json.loads((REPOSITORY / "benchmarks" / "results" / "handover.json").read_text())["rows"]
-    figures = {row["row"]: (row["ours"], row["limit"]) for row in found}
-    names = "hand-over: TERM to free nodes", "resume: batch script to first step"
-    assert re.findall(r"[\d.]+ s\b", sentences) == [f"{value:.2f} s" for name in names for value in figures[name]]
+    (row,) = [row for row in found if row["row"] == "hand-over: TERM to free nodes"]
+    assert re.findall(r"[\d.]+ s\b", sentence) == [f"{row[side]:.2f} s" for side in ("ours", "limit")]
+
+
+def test_the_readme_is_short_and_installs_the_present_version() -> None:
+    text = PAGES[0].read_text()
+    assert text.count("\n") <= 110
+    wheels = re.findall(r"clusterddp-([\d.]+)-py3", text)
+    assert wheels and {*wheels} == {clusterddp.__version__}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_comments_stand_above_their_command(page: Path) -> None:
+    """At the end of a long line, a reader would have to scroll for them."""
+    shown = re.findall(r"```(?:console|bash)\n(.*?)```", page.read_text(), re.DOTALL)
+    assert [line for text in shown for line in commands(text) if re.search(r"\S\s+# ", line)] == []
 
 
 def check_fragment(text: str) -> None:
