@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.checkpoint import Checkpoint
-from clusterddp.checkpoint.packing import pack, tensor_facts
+from clusterddp.checkpoint.packing import DTYPES, pack, tensor_facts
+from clusterddp.checkpoint.sharded.folder import Chunk, Manifest, RankFile, ShardedCheckpoint, ShardedTensor
+from clusterddp.checkpoint.sharded.rank_files import RankFiles
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.jobdef.job import Keep
@@ -44,15 +47,54 @@ def save(
     return committed
 
 
+def save_sharded(
+    directory: RunDirectory, attempt: int, step: int, content: Mapping[str, Any], dims: Mapping[str, int], ranks: int
+) -> ShardedCheckpoint:
+    """Commits the folder that so many ranks write. ``dims``: by the tensor's name, the dimension that is sharded."""
+    checkpoints = Checkpoints(directory, attempt, Keep())
+    state, tensors = pack(content)
+    table: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    files: list[RankFile] = []
+    for rank in range(ranks):
+        chunks = {}
+        for name, whole in tensors.items():
+            dim, offsets, chunk = dims.get(name), [0] * whole.dim(), whole
+            if dim is not None:
+                size = -(-whole.shape[dim] // ranks)
+                offsets[dim] = min(rank * size, whole.shape[dim])
+                chunk = whole.narrow(dim, offsets[dim], min(size, whole.shape[dim] - offsets[dim]))
+            if chunk.numel() and (dim is not None or rank == 0):
+                chunks[name] = chunk
+                table[name].append(Chunk(rank, tuple(offsets), tuple(chunk.shape)))
+        writer = RankFiles(checkpoints, rank)
+        temporary = writer.temporary(step)
+        temporary.write_bytes(_file_bytes(state if rank == 0 else None, chunks, {"step": str(step)}))
+        files.append(writer.commit(temporary))
+    manifest = Manifest(
+        step,
+        attempt,
+        {},
+        tuple(files),
+        {
+            name: ShardedTensor(DTYPES[whole.dtype], tuple(whole.shape), dims.get(name), tuple(table[name]))
+            for name, whole in tensors.items()
+        },
+    )
+    return RankFiles(checkpoints, 0).commit_manifest(step, manifest.encoded())
+
+
 def file_bytes(content: Mapping[str, Any], facts: Mapping[str, str] | None = None) -> bytes:
     """A whole file."""
-    state, tensors = pack(content)
+    return _file_bytes(*pack(content), facts)
+
+
+def _file_bytes(state: Any, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str] | None) -> bytes:
     layout = tensor_facts(tensors)
     places, size = file_format.offsets(layout)
     data = bytearray(size)
     for start, tensor in zip(places, tensors.values(), strict=True):
-        raw = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
-        data[start : start + len(raw)] = raw
+        contiguous = tensor.contiguous()
+        data[start : start + tensor.nbytes] = ctypes.string_at(contiguous.data_ptr(), tensor.nbytes)
     beginning = file_format.head(file_format.described(layout), state, facts or {})
     with tempfile.TemporaryFile(buffering=0) as file:
         for _ in file_format.write(file.fileno(), beginning, memoryview(data)):

@@ -68,7 +68,7 @@ def story(run: RunDirectory) -> str:
 def final_state(run: RunDirectory) -> Mapping[str, Any]:
     """All parts in the last checkpoint, flat, and what it has of each rank."""
     # They import torch, which ranks that run a class of a test file can do without.
-    from clusterddp.checkpoint.parts import RESERVED
+    from clusterddp.checkpoint.checkpoint import RESERVED
     from tests.checkpoint_files import content_of
 
     content = content_of(max(run.checkpoints.glob("step-*")))

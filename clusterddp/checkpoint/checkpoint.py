@@ -16,6 +16,8 @@ from clusterddp.rundir.files import status, unlink
 from clusterddp.rundir.records import retrying
 
 _T = TypeVar("_T")
+#: Names in a checkpoint that are not parts.
+RESERVED = {"format", "attempt", "parent", "progress"}
 
 
 @dataclass(frozen=True)

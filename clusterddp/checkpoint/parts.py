@@ -12,9 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-#: Names in a checkpoint that are not parts.
-RESERVED = {"format", "attempt", "parent", "progress"}
-
 
 class Stateful(Protocol):
     """Anything whose state can be saved and restored: a module, an optimizer, a scheduler, a scaler."""

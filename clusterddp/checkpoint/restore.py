@@ -244,15 +244,18 @@ def _candidates(checkpoints: Checkpoints) -> list[Checkpoint]:
 
 _Kind = TypeVar("_Kind", bound=Checkpoint)
 _Found = TypeVar("_Found")
+_BRIDGE = (
+    "or start a new run from its weights, with `clusterddp export RUN model.safetensors` and "
+    'ctx.run(init_from="model.safetensors")'
+)
 #: For each kind of checkpoint that the run's parts need: why one of the other kind does not fit.
 _OTHER_KIND: Mapping[type[Checkpoint], str] = {
     Checkpoint: (
-        "a sharded model, but ctx.run() received a model that fully_shard has not sharded. Shard it as before, or "
-        "start a new run"
+        "a sharded model, but ctx.run() received a model that fully_shard has not sharded. Shard it as before, "
+        f"{_BRIDGE}"
     ),
     ShardedCheckpoint: (
-        "a model that was not sharded, but ctx.run() received a sharded one. Pass the model without fully_shard, or "
-        "start a new run"
+        f"a model that was not sharded, but ctx.run() received a sharded one. Pass it without fully_shard, {_BRIDGE}"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""``clusterddp export``: writes a checkpoint's model to a file that torch or safetensors loads.
+"""``clusterddp export``: writes a checkpoint's model to files that torch or safetensors loads.
 
 ``clusterddp prune``: deletes old checkpoints, code and logs of runs that are over, after asking.
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from clusterddp.checkpoint.store import of_run
-from clusterddp.errors import FAILED, CheckpointError, ClusterddpError, UsageError
+from clusterddp.checkpoint.export import export
+from clusterddp.errors import FAILED, ClusterddpError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
@@ -29,7 +29,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEP",
         help="the checkpoint's number of steps, or best for ctx.run(best=...) or checkpoint.keep (default: the newest)",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a new .pt, .pth or .safetensors file")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a new .pt, .pth or .safetensors file, or a new folder for safetensors files of up to 5 GB with an index",
+    )
     parser.add_argument("--best", action="store_true", help="alias for STEP=best")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -53,10 +58,6 @@ def run_export(arguments: argparse.Namespace, _: object) -> int:
     step: int | Literal["best"] | None = "best" if arguments.best else arguments.step
     run = open_run(arguments.run)
     Path.cwd()  # raises if it was deleted, where torch's libraries would abort the process
-    if not of_run(run).candidates():  # known before torch is imported, which takes seconds
-        raise CheckpointError(f"{run} has no checkpoint")
-    from clusterddp.checkpoint.weights_file import export
-
     keep = load_resolved(run.job_file).checkpoint.keep if step == "best" else Keep()
     put(export(run, arguments.file, arguments.part, step, everything=arguments.all, keep=keep))
     return 0

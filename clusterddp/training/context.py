@@ -405,8 +405,9 @@ class Context(Loaders):
             per_rank: state that each rank has for itself, such as environments, replay buffers or random generators: a
                 part, or a dict of them. All of it is in rank 0's checkpoints, at most 1 GiB. To continue on a different
                 number of ranks, a part needs a method ``load_state_dicts(states, rank, world_size)``.
-            init_from: a file of weights to start from (``.pt``, ``.pth``, ``.bin``, ``.safetensors``), for ``model`` or
-                the only module, or a dict with a file for each part. Read when the run starts, not when it resumes.
+            init_from: a file of weights to start from (``.pt``, ``.pth``, ``.bin``, ``.safetensors``), or a folder with
+                files of safetensors, for ``model`` or the only module, or a dict with a file for each part. Read when
+                the run starts, not when it resumes.
             init_strict: whether names that are in the file or in the part, but not in both, are an error.
             script_state: the script's own values: a dict, or an instance of a dataclass, that the script may change at
                 any time, alike on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
@@ -435,7 +436,10 @@ class Context(Loaders):
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
         sharding = Sharding.of(named, self.world_size)
-        start_warm = partial(warm_start.load, init_from, init_strict, named, self._group) if init_from else None
+        sharded = sharding is not None
+        start_warm = (
+            partial(warm_start.load, init_from, init_strict, named, self._group, sharded) if init_from else None
+        )
         values = Values(script_state)
         if self._agreement.boundary():
             self._stop_before_run()

@@ -10,9 +10,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from clusterddp.checkpoint import transfer
+from clusterddp.checkpoint.checkpoint import RESERVED
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.checkpoint.packing import pack
-from clusterddp.checkpoint.parts import RESERVED, Stateful
+from clusterddp.checkpoint.parts import Stateful
 from clusterddp.checkpoint.restore import Place
 from clusterddp.checkpoint.sharded.sharding import Sharding, local, reshard
 from clusterddp.checkpoint.state_dict import changed_dtypes, load_state, recast_parameters, state_of

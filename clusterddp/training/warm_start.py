@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from clusterddp.checkpoint.parts import Stateful
+from clusterddp.checkpoint.sharded.sharding import is_sharded, shard_like
 from clusterddp.checkpoint.state_dict import load_state, recast_parameters, state_of
 from clusterddp.checkpoint.transfer import broadcast
 from clusterddp.distributed.process_group import ProcessGroup
@@ -39,20 +40,27 @@ class Loaded:
         return Initialized(part=self.part, file=self.file, missing=missing, unexpected=unexpected)
 
 
-def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: ProcessGroup) -> list[Loaded]:
-    """Loads the files into the parts. Collective: only rank 0 reads them.
+def load(
+    files: Files, strict: bool, parts: Mapping[str, Stateful], group: ProcessGroup, sharded: bool = False
+) -> list[Loaded]:
+    """Loads the files into the parts. Collective: only rank 0 reads them, or, of a ``sharded`` run, each rank its part.
 
     Raises CheckpointError on all ranks for a file that cannot be read or does not fit. Names that are missing on either
-    side are accepted unless ``strict``. Raises TypeError for a part that the run does not have.
+    side are accepted unless ``strict``. Raises TypeError for a part that the run does not have, and in a sharded run
+    for one that is no module.
     """
     chosen = _by_part(files, parts)
     if unknown := chosen.keys() - parts.keys():
         raise TypeError(
             f"run(init_from=...): the run has no part {', '.join(sorted(unknown))}, only {', '.join(parts)}"
         )
+    for name in chosen if sharded else ():
+        if not isinstance(parts[name], torch.nn.Module):
+            raise TypeError(f"run(init_from=...): {name} is not a module, and a sharded run loads only modules")
     recast: set[torch.Tensor] = set()
+    read = _on_each_rank if sharded else _from_rank_0
     modules_first = sorted(chosen, key=lambda name: not isinstance(parts[name], torch.nn.Module))
-    return [_load_part(name, parts[name], Path(chosen[name]), strict, group, recast) for name in modules_first]
+    return [_load_part(name, parts[name], Path(chosen[name]), strict, group, recast, read) for name in modules_first]
 
 
 def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.PathLike[str]]:
@@ -73,19 +81,47 @@ def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.
     return {modules[0]: files}
 
 
-def _load_part(
-    name: str, part: Stateful, file: Path, strict: bool, group: ProcessGroup, recast: set[torch.Tensor]
-) -> Loaded:
-    """``recast``: receives a module's parameters that have another dtype in the file, for its optimizer."""
+def _from_rank_0(file: Path, name: str, group: ProcessGroup) -> Mapping[str, Any]:
+    """The state in the file, which rank 0 reads and sends to all."""
     state, failure = None, None
     if group.rank == 0:
-        from clusterddp.checkpoint.weights_file import read_weights
+        state, failure = _read(file, name)
+    found: Mapping[str, Any] = broadcast(state, failure, group.collective_device)
+    return found
 
-        try:
-            state = read_weights(file, name)
-        except CheckpointError as error:
-            failure = str(error)
-    state = broadcast(state, failure, group.collective_device)
+
+def _on_each_rank(file: Path, name: str, group: ProcessGroup) -> Mapping[str, Any]:
+    """The state in the file, which each rank maps into its memory, to copy its own shards."""
+    from clusterddp.checkpoint.sharded.restore import any_failure
+
+    state, own = _read(file, name)
+    failure = any_failure(group, f"init_from/{name}", own)
+    if state is None or failure is not None:
+        raise CheckpointError(failure)
+    return state
+
+
+def _read(file: Path, name: str) -> tuple[Mapping[str, Any] | None, str | None]:
+    """The state, or why it cannot be read."""
+    from clusterddp.checkpoint.weights_file import read_weights
+
+    try:
+        return read_weights(file, name), None
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _load_part(
+    name: str,
+    part: Stateful,
+    file: Path,
+    strict: bool,
+    group: ProcessGroup,
+    recast: set[torch.Tensor],
+    read: Callable[[Path, str, ProcessGroup], Mapping[str, Any]],
+) -> Loaded:
+    """``recast``: receives a module's parameters that have another dtype in the file, for its optimizer."""
+    state = read(file, name, group)
     loaded = Loaded(name, str(file.absolute()))
     if isinstance(part, torch.nn.Module):
         own = state_of(part)
@@ -96,6 +132,10 @@ def _load_part(
         state = {**own, **{key: value for key, value in state.items() if key in own}}
     recast |= recast_parameters({name: part}, {name: state})
     try:
+        if isinstance(part, torch.nn.Module):
+            state = {
+                key: shard_like(own[key], value) if is_sharded(own[key]) else value for key, value in state.items()
+            }
         load_state(part, state, recast)
     except (ValueError, RuntimeError, KeyError) as error:
         raise CheckpointMismatch(f"init_from: {file} does not fit {name}: {error}") from error

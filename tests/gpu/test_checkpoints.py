@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.checkpoint.weights_file import export
+from clusterddp.checkpoint.export import export
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoint.weights_file import export
+from clusterddp.checkpoint.export import export
 from clusterddp.errors import CheckpointError
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp

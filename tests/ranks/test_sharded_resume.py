@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from clusterddp.checkpoint.export import export
 from clusterddp.checkpoint.store import of_run
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
@@ -178,6 +179,44 @@ def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path, first: list[s
     train(tmp_path / "run", 2, *first)
     said = train(tmp_path / "run", 4, *second, code=1)
     says(next(line for line in said.output(0).splitlines() if "CheckpointError: " in line))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("first", "second", "target"),
+    [
+        (["--plain"], [], "model.safetensors"),
+        (["--plain"], ["--columns"], "model.pt"),
+        ([], ["--plain"], "model.safetensors"),
+        (["--columns"], [], "folder"),
+    ],
+)
+def test_an_export_and_a_warm_start_are_the_bridge_to_another_kind(
+    tmp_path: Path, first: list[str], second: list[str], target: str
+) -> None:
+    """On another number of ranks, each of which makes no whole tensor."""
+    trained = train(tmp_path / "run", 2, *first)
+    export(RunDirectory(tmp_path / "run"), tmp_path / target)
+    largest = [] if "--plain" in second else ["--largest"]
+    begun = train(tmp_path / "other", 2, *second, *largest, "--init-from", tmp_path / target, ranks=3)
+    assert state(begun, "model ") == state(trained, "trained ")
+    for rank in range(3 if largest else 0):
+        line = next(line for line in begun.output(rank).splitlines() if line.startswith("largest"))
+        assert int(line.split()[1]) <= 48 * 48 // 3
+    again = train(tmp_path / "other", 4, *second, ranks=3)  # a resume needs no file
+    assert state(again, "begin ").split()[0] == "2"
+
+
+@pytest.mark.product
+def test_a_file_that_does_not_fit_a_sharded_model_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    train(tmp_path / "run", 2, "--plain")
+    export(RunDirectory(tmp_path / "run"), tmp_path / "model.pt")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    torch.save({**weights, "norm.bias": torch.zeros(3)}, tmp_path / "shape.pt")
+    torch.save({"norm.bias": torch.zeros(48)}, tmp_path / "names.pt")
+    for file in ("shape.pt", "names.pt", "none.pt"):
+        said = train(tmp_path / "other", 2, "--init-from", tmp_path / file, code=1)
+        says(next(line for line in said.output(1).splitlines() if ": init_from: " in line))
 
 
 @pytest.mark.product

@@ -37,6 +37,7 @@ parser.add_argument("--unsynced", action="store_true", help="reduces gradients o
 parser.add_argument("--precision", action="store_true", help="computes in bfloat16")
 parser.add_argument("--columns", action="store_true", help="shards some weights in the second dimension")
 parser.add_argument("--evaluate", action="store_true", help="before each step")
+parser.add_argument("--init-from", type=Path, help="a file or folder of weights")
 parser.add_argument("--plain", action="store_true", help="DDP instead")
 parser.add_argument("--largest", action="store_true", help="prints the elements of the largest tensor")
 parser.add_argument("--best", type=float, nargs="*", help="the scores of the steps, and one after the loop")
@@ -71,11 +72,20 @@ class Largest(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {self.address(one) for one in tree_leaves((args, kwargs))}
         made = func(*args, **(kwargs or {}))
         for one in tree_leaves(made):
-            if isinstance(one, torch.Tensor) and not isinstance(one, DTensor) and one.is_floating_point():
+            # A view may be one of a file that is mapped.
+            if (address := self.address(one)) and address not in given and one.is_floating_point():
                 self.elements = max(self.elements, one.numel())
         return made
+
+    def address(self, one):
+        """Of a tensor's memory."""
+        if isinstance(one, torch.UntypedStorage):
+            return one.data_ptr()
+        plain = isinstance(one, torch.Tensor) and not isinstance(one, DTensor)
+        return one.untyped_storage().data_ptr() if plain else None
 
     def watch(self, method):
         """The same method, watched."""
@@ -92,7 +102,7 @@ def whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def digest():
+def digest(parts):
     found = hashlib.blake2b(digest_size=8)
 
     def add(path, value):
@@ -100,7 +110,10 @@ def digest():
             for key in value:
                 add(f"{path}.{key}", value[key])
         elif isinstance(value, torch.Tensor):
-            found.update(path.encode() + whole(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(
+                path.replace(".module.", ".").encode()
+                + whole(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
         else:
             found.update(f"{path} {value}".encode())
 
@@ -141,8 +154,9 @@ if options.largest:
     for name in ("prepare", "save_if_due", "commit"):
         setattr(Saver, name, largest.watch(getattr(Saver, name)))
 with largest:
-    run = ctx.run(**parts, loader=loader, best="score" if options.best else None)
-print(f"begin {run.step} {digest()}", flush=True)
+    run = ctx.run(**parts, loader=loader, best="score" if options.best else None, init_from=options.init_from)
+print(f"begin {run.step} {digest(parts)}", flush=True)
+print(f"model {digest({'model': model})}", flush=True)
 if options.die_after and ctx.rank == 1 and ctx.attempt == 0:
     result = CheckpointClient.result
 
@@ -176,6 +190,7 @@ for x, indices in run.steps(options.steps):
         run.log(score=options.best[run.step])
 if options.best:
     run.log(score=options.best[run.step])
-print(f"end {run.step} {digest()}", flush=True)
+print(f"end {run.step} {digest(parts)}", flush=True)
+print(f"trained {digest({'model': model})}", flush=True)
 if options.largest:
     print(f"largest {largest.elements}", flush=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from clusterddp.checkpoint.export import export
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.checkpoint.weights_file import export
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.rundir import files

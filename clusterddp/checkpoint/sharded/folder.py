@@ -184,7 +184,10 @@ class ShardedCheckpoint(Checkpoint):
         for rank, expected in enumerate(self.manifest().files):
             self.rank_head(rank, expected)
             with self.errors():
-                file_format.verify(self.path / rank_file(rank))
+                try:
+                    file_format.verify(self.path / rank_file(rank))
+                except file_format.Damaged as error:
+                    raise file_format.Damaged(f"{rank_file(rank)}: {error}") from error
 
     def check_header(self) -> None:
         """Reads the manifest, and compares the sizes of all files."""
@@ -193,8 +196,8 @@ class ShardedCheckpoint(Checkpoint):
     def read(self) -> NoReturn:
         """Not supported: no process holds all of a sharded checkpoint."""
         raise CheckpointError(
-            f"{self.path.name} is the checkpoint of a sharded model, which cannot be exported or copied yet. Load it "
-            "with torch.distributed.checkpoint.HuggingFaceStorageReader"
+            f"{self.path.name} is the checkpoint of a sharded model, which may be too large for a .pt file. Export it "
+            "to a .safetensors file, or to a folder"
         )
 
     def copy_to(self, target: ShardedCheckpoint) -> None:

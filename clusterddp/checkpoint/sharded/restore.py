@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +24,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.packing import TORCH_DTYPES, unpack
 from clusterddp.checkpoint.restore import OnDamaged, Place, Search
 from clusterddp.checkpoint.sharded.folder import Manifest, ShardedCheckpoint, rank_file
 from clusterddp.checkpoint.sharded.sharding import Sharding, local
 from clusterddp.checkpoint.state_copies import offer
 from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.checkpoint.verified_file import VerifiedFile
 from clusterddp.distributed.collectives import all_gather_numbers, broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
-from clusterddp.rundir.files import HIDDEN_S, exists, open_file
-from clusterddp.rundir.records import retrying
+from clusterddp.rundir.files import HIDDEN_S, exists
 
 
 def restore_sharded(
@@ -65,15 +62,15 @@ def restore_sharded(
         path, step, attempt, text, state = told
         checkpoint = ShardedCheckpoint(Path(path), step, attempt)
         content, damage = _read(checkpoint, Manifest.decoded(text.encode()), state, sharding)
-        damaged = _any_damage(group, f"restore/{tries}", damage)
+        damaged = any_failure(group, f"restore/{tries}", damage)
         tries += 1
         if damaged is None:
             return content, (attempt, step)
         search.report(damaged)
 
 
-def _any_damage(group: ProcessGroup, key: str, own: str | None) -> str | None:
-    """What a rank has found to be damaged, if any has. Collective."""
+def any_failure(group: ProcessGroup, key: str, own: str | None) -> str | None:
+    """Why a rank has failed, if any has. ``own``: this rank's reason. Collective."""
     if own is not None:
         group.store.set(f"{key}/{group.rank}", own)
     found = all_gather_numbers([int(own is not None)], group.control_device)
@@ -146,7 +143,7 @@ class ManifestReader(StorageReader):
         for rank, items in by_rank.items():
             _await_visible(self._checkpoint.path / rank_file(rank))
             head = self._checkpoint.rank_head(rank, self._manifest.files[rank])
-            with _VerifiedFile(self._checkpoint, rank, head) as file:
+            with VerifiedFile(self._checkpoint.path / rank_file(rank), head, self._checkpoint.errors) as file:
                 starts = {id(item): head.entries[item.storage_index.fqn]["data_offsets"][0] for item in items}
                 for item in sorted(items, key=lambda item: starts[id(item)]):
                     _read_item(file, head.entries[item.storage_index.fqn], item, planner)
@@ -172,7 +169,7 @@ def _await_visible(file: Path) -> None:
 _BLOCK = 1 << 22
 
 
-def _read_item(file: _VerifiedFile, entry: Mapping[str, Any], item: ReadItem, planner: LoadPlanner) -> None:
+def _read_item(file: VerifiedFile, entry: Mapping[str, Any], item: ReadItem, planner: LoadPlanner) -> None:
     """Reads a part of a chunk into a part of a tensor: rows of the first dimension."""
     target = planner.resolve_tensor(item).detach()
     start, stop = entry["data_offsets"]
@@ -199,56 +196,3 @@ def _read_item(file: _VerifiedFile, entry: Mapping[str, Any], item: ReadItem, pl
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
-
-
-class _VerifiedFile:
-    """A rank's file, of which each chunk is verified before any of its bytes is returned."""
-
-    def __init__(self, checkpoint: ShardedCheckpoint, rank: int, head: file_format.Head) -> None:
-        self._checkpoint, self._name, self._head = checkpoint, rank_file(rank), head
-        self._buffer, self._number = bytearray(file_format.CHUNK), -1
-
-    def __enter__(self) -> _VerifiedFile:
-        with self._checkpoint.errors():
-            self._file = open_file(self._checkpoint.path / self._name)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-
-    def read_into(self, into: memoryview, start: int) -> None:
-        """Reads the data from ``start`` on. Raises CheckpointError."""
-        done = 0
-        while done < len(into):
-            number, begin = divmod(start + done, file_format.CHUNK)
-            size = self._size(number)
-            if begin == 0 and size <= len(into) - done:
-                self._read(number, into[done : done + size])
-                done += size
-                continue
-            chunk = self._chunk(number)[begin : begin + len(into) - done]
-            into[done : done + len(chunk)] = chunk
-            done += len(chunk)
-
-    def _size(self, number: int) -> int:
-        return min(file_format.CHUNK, self._head.size - number * file_format.CHUNK)
-
-    def _chunk(self, number: int) -> memoryview:
-        """A chunk of which only a part is needed. The next tensor often needs the rest."""
-        view = memoryview(self._buffer)[: self._size(number)]
-        if number != self._number:
-            self._number = -1
-            self._read(number, view)
-            self._number = number
-        return view
-
-    def _read(self, number: int, into: memoryview) -> None:
-        """Reads and verifies a whole chunk, piece by piece, while each is in the core's cache."""
-        position, checksum = self._head.start + number * file_format.CHUNK, 0
-        with self._checkpoint.errors():
-            for at in range(0, len(into), file_format.BUFFER):
-                piece = into[at : at + file_format.BUFFER]
-                retrying(self._checkpoint.path, partial(file_format.read_into, self._file, piece, position + at))
-                checksum = zlib.crc32(piece, checksum)
-            if checksum != self._head.sums[number]:
-                raise file_format.Damaged(f"checksum mismatch in {self._name}")

@@ -135,6 +135,21 @@ def like(tensor: Any, shard: torch.Tensor) -> torch.Tensor:
     )
 
 
+def shard_like(tensor: Any, whole: torch.Tensor) -> torch.Tensor:
+    """A DTensor sharded as ``tensor``, with this rank's shard of a whole tensor, as a view.
+
+    Raises ValueError for a different shape.
+    """
+    if is_sharded(whole):
+        return whole
+    if whole.shape != tensor.shape:
+        raise ValueError(f"a tensor has the shape {tuple(whole.shape)}, but the model's has {tuple(tensor.shape)}")
+    (chunk,) = tensor.__create_chunk_list__()
+    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return like(tensor, whole)
+
+
 def dim_of(tensor: Any) -> int:
     """The dimension in which a DTensor is sharded. -1 if it is replicated."""
     from torch.distributed.tensor import Shard
