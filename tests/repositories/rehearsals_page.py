@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clusterddp.rehearsal.disturbances import Disturbance
@@ -23,16 +23,24 @@ INTRODUCTION = """\
 # What public training scripts lose to a preemption
 
 Public repositories at pinned commits were [rehearsed](../guide/rehearse.md) with two ranks on one machine, in small
-configurations. `make rehearse-repositories REPOSITORIES=FOLDER` repeats it, and keeps [a certificate of
+configurations. Each was disturbed in four ways, and started again with the same command. Under **Slurm alone** it
+resumes by its own means. A script that takes a checkpoint as an option gets its newest file, as from a batch script
+that looks for one. Under **clusterddp** it resumes with [its preset](../guide/existing-repository.md).
+"""
+#: Explains the cells.
+_CELLS = """\
+The numbers are steps that were made twice, whose time is lost. **Wrong result** means that the run did not continue as
+the undisturbed one. Most scripts do not save the state of their random generators, so that they see other crops of an
+image, or other batches, after a restart. **Does not start again** means that every later start fails, so that all work
+waits for its user.
+
+`make rehearse-repositories REPOSITORIES=FOLDER` repeats all this, and keeps [a certificate of
 each](../../tests/repositories/certificates). The sizes, the data and the substitutions are those of the [tested
 repositories](../../tests/repositories/RESULTS.md).
-
-Each repository was disturbed in four ways, and started again with the same command. The scripts resume by their own
-means. A script that takes a checkpoint as an option gets its newest file, as from a batch script that looks for one.
-
-A cell shows the steps that were made twice. **Wrong result** means that the run did not continue as the undisturbed
-one, and **does not start again** that every later start fails, so that all work waits for its user.
 """
+#: What starts a repository again, in words.
+_MODES = {"slurm": "Slurm alone", "clusterddp": "clusterddp"}
+_STUCK, _WRONG = "**does not start again**", "**wrong result**"
 
 
 def write(entries: Sequence[Repository], certificates: Mapping[str, Certificates]) -> None:
@@ -42,12 +50,17 @@ def write(entries: Sequence[Repository], certificates: Mapping[str, Certificates
 def page(entries: Sequence[Repository], certificates: Mapping[str, Certificates]) -> str:
     """The whole page."""
     names = _disturbances(certificates)
-    head = ["repository", "steps", *(Disturbance(name).words for name in names), "first cause", "under clusterddp"]
-    made = [(entry, own) for entry in entries if "slurm" in (own := certificates.get(entry.name, {}))]
-    missing = [entry.name for entry in entries if all(entry is not one for one, _ in made)]
-    parts = [INTRODUCTION, table(head, [_row(entry, own, names) for entry, own in made]), ""]
-    parts += [f"Not rehearsed yet: {', '.join(missing)}.\n"] if missing else []
-    parts += ["## What each loses, and why\n", *(_findings(entry, own["slurm"]) for entry, own in made)]
+    head = ["repository", "steps", "started by", *(Disturbance(name).words for name in names), "first cause"]
+    made = [(entry, own) for entry in entries if (own := certificates.get(entry.name))]
+    rows = [row for entry, own in made for row in _rows(entry, own, names)]
+    lacking = {
+        words: [entry.name for entry in entries if mode not in certificates.get(entry.name, {})]
+        for mode, words in _MODES.items()
+    }
+    missing = [f"Not rehearsed yet under {words}: {', '.join(those)}.\n" for words, those in lacking.items() if those]
+    parts = [INTRODUCTION, _summary([own for _, own in made], names), "", "## Each repository\n", table(head, rows), ""]
+    parts += [_CELLS, *missing]
+    parts += ["## What each loses, and why\n", *(_findings(entry, own) for entry, own in made)]
     return "\n".join(parts)
 
 
@@ -56,12 +69,36 @@ def _disturbances(certificates: Mapping[str, Certificates]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _row(entry: Repository, modes: Certificates, names: Sequence[str]) -> list[str]:
-    own = modes["slurm"]
+def _summary(made: Sequence[Certificates], names: Sequence[str]) -> str:
+    """How many repositories lose what, of those that have a certificate of each way."""
+    both = [own for own in made if own.keys() >= _MODES.keys()]
+
+    def cells(own: Certificates, mode: str) -> str:
+        return " ".join(_cell(own[mode], name) for name in names)
+
+    def count(mode: str, text: str) -> int:
+        return sum(text in cells(own, mode) for own in both)
+
+    def only_time(mode: str) -> int:
+        return sum(_STUCK not in cells(own, mode) and _WRONG not in cells(own, mode) for own in both)
+
+    rows: list[tuple[str, Callable[[str], int]]] = [
+        ("do not start again after one of the disturbances", lambda mode: count(mode, _STUCK)),
+        ("continue with a wrong result after one of them", lambda mode: count(mode, _WRONG)),
+        ("lose nothing but time", only_time),
+    ]
+    head = [f"of {len(both)} repositories", *_MODES.values()]
+    return table(head, [[words, *(number(mode) for mode in _MODES)] for words, number in rows])
+
+
+def _rows(entry: Repository, modes: Certificates, names: Sequence[str]) -> list[list[str]]:
     name = entry.title or entry.url.removeprefix("https://github.com/")
     link = f"[{name} at {entry.commit[:7]}]({entry.url}/tree/{entry.commit})"
-    cells = [_cell(own, name) for name in names]
-    return [link, str(own["steps"]), *cells, _first_cause(own), _verdict(modes.get("clusterddp"))]
+    return [
+        [link, str(own["steps"]), words, *(_cell(own, name) for name in names), _first_cause(own)]
+        for mode, words in _MODES.items()
+        if (own := modes.get(mode))
+    ]
 
 
 def _cell(certificate: Mapping[str, Any], name: str) -> str:
@@ -72,9 +109,9 @@ def _cell(certificate: Mapping[str, Any], name: str) -> str:
     if tried is None or not tried["tried"]:
         return "not tried"
     if tried["resumed_step"] is None and tried["result"] == "unfinished":
-        return "**does not start again**"
+        return _STUCK
     repeated = f"{tried['repeated_steps'] or 0} repeated"
-    return f"{repeated}, **wrong result**" if tried["result"] == "differs" else repeated
+    return f"{repeated}, {_WRONG}" if tried["result"] == "differs" else repeated
 
 
 def _first_cause(certificate: Mapping[str, Any]) -> str:
@@ -84,15 +121,14 @@ def _first_cause(certificate: Mapping[str, Any]) -> str:
     return "" if first is None else _CAUSES.get(first["cause"], str(first["cause"]).replace("_", " "))
 
 
-def _verdict(certificate: Mapping[str, Any] | None) -> str:
-    return "" if certificate is None else str(certificate["verdict"]).replace("_", " ")
-
-
-def _findings(entry: Repository, certificate: Mapping[str, Any]) -> str:
+def _findings(entry: Repository, modes: Certificates) -> str:
     lines = [f"### {entry.name}", ""]
     lines += [entry.loses.strip(), ""] if entry.loses else []
-    lines += [f"- {_said(one)}" for one in certificate["findings"]]
-    return "\n".join([*lines, ""])
+    for mode, words in _MODES.items():
+        if own := modes.get(mode):
+            said = [f"- {_said(one)}" for one in own["findings"]] or ["- nothing was lost"]
+            lines += [f"Under {words}:", "", *said, ""]
+    return "\n".join(lines)
 
 
 def _said(finding: Mapping[str, Any]) -> str:
