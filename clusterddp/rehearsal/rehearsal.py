@@ -170,7 +170,7 @@ class _Runs:
                 done[one] = Tried(one, "there is one rank")
         remaining = [one for one in wanted if one not in done]
         stimuli = self.conductor.together(self.script, remaining, self.notice_s)
-        if len(stimuli) > 1:
+        if len(stimuli) > 2:  # two would save one start, and cost three if there is a difference
             done |= self._together(stimuli)
         for one in wanted:
             if one not in done:

@@ -33,6 +33,10 @@ def of_resume(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterato
     if not resume.stepped:
         if not start.is_done and not start.disturbed and not start.timed_out:
             place = _place_of_error(start) or script
+            if folder := _half_written_folder(trial, resume):
+                text = f"a start loads the folder {folder}, of which the interrupted save has written a part"
+                yield Finding(Cause.RESUMES_HALF_WRITTEN, f"{text}: {last_line(start)}", *place)
+                return
             yield Finding(Cause.RESTART_FAILS, f"a later start fails: {last_line(start)}", *place)
         return
     if resume.at is None:
@@ -48,6 +52,18 @@ def of_resume(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterato
         yield _older(trial, resume, *script)
         return
     yield from _of_states(undisturbed, trial, resume)
+
+
+def _half_written_folder(trial: Trial, resume: Resume) -> str | None:
+    """The name of a checkpoint of several files whose save was interrupted, if this start fails at it."""
+    start, before = trial.starts[resume.index], [one for made in trial.starts[: resume.index] for one in made.saves()]
+    for saving in before:
+        folder = Path(saving.began.file).parent
+        steps = {one.began.number for one in before if Path(one.began.file).parent == folder}
+        loads = any(Path(load.file).parent == folder for rank in start.facts for load in start.loads(rank))
+        if not saving.whole and len(steps) == 1 and (loads or f"{folder.name}/" in last_line(start)):
+            return folder.name
+    return None
 
 
 def _older(trial: Trial, resume: Resume, file: str | None, line: int | None) -> Finding:

@@ -186,6 +186,16 @@ def test_a_start_that_loads_what_an_interrupted_save_has_left() -> None:
     assert causes(noticed(8, save(8, whole=False), codes=-9), failing) == [Cause.CHECKPOINT_DESTROYED]
 
 
+def test_a_start_that_fails_at_a_folder_of_which_a_save_has_left_some_files() -> None:
+    """Unless the folder holds saves of other steps, too. Then the error may have another cause."""
+    error = {0: "FileNotFoundError: No such file or directory: 'out/step_8/optimizer.bin'"}
+    partial = save(8, "/run/out/step_8/model.safetensors", whole=False)
+    failing = start(codes=1, output=error)
+    assert causes(noticed(8, partial, codes=-9), failing) == [Cause.RESUMES_HALF_WRITTEN]
+    other = save(EVERY, "/run/out/step_8/first.bin")
+    assert causes(noticed(8, other, partial, codes=-9), failing) == [Cause.RESTART_FAILS]
+
+
 def test_a_start_that_begins_again_although_there_is_a_checkpoint() -> None:
     again = start([HANDLER], steps(0, STEPS), save(EVERY))
     assert causes(noticed(8, save(8)), again) == [Cause.NOT_RESUMED]
