@@ -197,7 +197,7 @@ class Observer:
         def observed_dump(value: Any, file: Any, *args: Any, **options: Any) -> None:
             with self._save(file):
                 dump(value, file, *args, **options)
-                self.at(Place.SAVE, _name(file) or "")
+                self.at(Place.SAVE, Path(_name(file) or "").name)
 
         @functools.wraps(load)
         def observed_load(file: Any, *args: Any, **options: Any) -> Any:
@@ -212,7 +212,7 @@ class Observer:
         @functools.wraps(save)
         def save_file(tensors: Any, filename: Any, *args: Any, **options: Any) -> None:
             with self._save(filename):
-                self.at(Place.SAVE, _name(filename) or "")
+                self.at(Place.SAVE, Path(_name(filename) or "").name)
                 save(tensors, filename, *args, **options)
 
         @functools.wraps(load)
@@ -340,7 +340,7 @@ class Observer:
         @functools.wraps(end)
         def observed(writer: Any, *args: Any) -> Any:
             if self._saving:
-                self.at(Place.SAVE, str(getattr(writer, "name", "") or ""))
+                self.at(Place.SAVE, Path(str(getattr(writer, "name", "") or "")).name)
             return end(writer, *args)
 
         return observed

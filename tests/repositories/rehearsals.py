@@ -158,7 +158,8 @@ def _environment(copy: Copy) -> dict[str, str]:
     here = os.path.relpath(copy.root / "code", copy.code)
     path = [one for one in given["PYTHONPATH"].split(os.pathsep) if not one.startswith(str(copy.root))]
     quiet = {**own.job.get("env", {}), **preset.get("env", {})}
-    return {**given, **quiet, "PYTHONPATH": os.pathsep.join([".", here, *path])}
+    # The cache of Hugging Face's libraries is in the folder that a run works in, as it may write there.
+    return {**given, **quiet, "HF_HOME": "hub", "PYTHONPATH": os.pathsep.join([".", here, *path])}
 
 
 def _make_repository(folder: Path) -> None:
