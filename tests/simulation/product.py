@@ -71,6 +71,7 @@ ROOMS = (
     "cli",
     "failures",
     "checkpoint.store",
+    "checkpoint.checkpoint",
     "jobdef",
     "reporter",
     "process",
