@@ -302,6 +302,15 @@ class Disk:
         self._step(path, write=True)
         self._remove(str(path))
 
+    def remove_empty(self, folder: Path) -> None:
+        """As in sharded/folder.py."""
+        try:
+            self._step(folder, write=True)
+        except OSError:
+            return
+        if (node := self.nodes.get(str(folder))) is not None and not node.names:
+            self._remove(str(folder))
+
     def rename(self, old: Path, new: Path) -> None:
         """As in files.py."""
         self._step(new, write=True)

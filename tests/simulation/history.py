@@ -97,6 +97,8 @@ class Plan:
 SHARE = {"hang": 0.07, "stop": 0.2, "scancel": 0.25, "cancel": 0.25}
 
 
+#: How many of the runs have a sharded model, of those whose scripts may.
+SHARDED = 0.15
 #: Commands by which a supervisor continues a run.
 SAVE = "a save"
 MOMENTS = ("scontrol requeue", "scontrol update", "sbatch --parsable")
@@ -192,6 +194,12 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     save = random.Random(f"save {plan.seed}")
     if save.random() < 0.01:
         faults.append(Fault(0.0, "freeze the host", save.getrandbits(32), SAVE))
+    shards = random.Random(f"shards {plan.seed}")
+    if shards.random() < SHARDED and not script.own and not script.alone:
+        script = replace(script, sharded=True)
+        plan = replace(plan, job_nodes=2)
+        if shards.random() < 0.1:
+            faults.append(Fault(0.0, "freeze the host", shards.getrandbits(32), SAVE))
     chained = odd.random()
     if chained < 0.02 and not plan.array:
         plan = replace(plan, job_nodes=2, resubmitters=max(1, plan.resubmitters), policy=None)

@@ -20,6 +20,7 @@ from clusterddp.rundir import json_lines, schemas
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.verdict import JITTER_S
+from tests.simulation import shards
 from tests.simulation.ranks import MARK, Launcher, Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
 from tests.simulation.world import EPOCH, Process
@@ -210,9 +211,11 @@ class Invariants:
         """``submit --fork``, begun at this time, has copied a checkpoint into a new run."""
         nodes, cluster = self._history.disk.nodes, self._history.cluster
         names = list(nodes[str(into.checkpoints)].names)
-        state = _loaded(nodes[f"{into.checkpoints}/{names[0]}"].data)
-        if len(names) != 1 or state["weights"] != weights_after(state["step"]):
+        copy = f"{into.checkpoints}/{names[0]}"
+        state = shards.whole(self._history.disk, copy) if nodes[copy].folder else _loaded(nodes[copy].data)
+        if len(names) != 1 or state is None or state["weights"] != weights_after(state["step"]):
             self._violated("I5", f"{into.path.name} begins with {names}")
+            return
         saved = [each for each in cluster.committed if each.at < begun - self._lag_s - SLOW_S]
         if saved and saved[0].attempt == cluster.committed[-1].attempt and state["step"] < saved[-1].step:
             self._violated("I4", f"{into.path.name} begins at step {state['step']}, and {saved[-1].step} was committed")
@@ -278,6 +281,8 @@ class Invariants:
             self._check_shut(rank.step)
             if rank.step._batch.no_kill:
                 self._on_placed(rank.step)
+        elif what == "replaced":
+            self._violated("I5", f"{rank.process.name} replaces {values['file']}")
         elif what == "saved" and self._saves_late(rank):
             self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
 
@@ -677,8 +682,11 @@ class Invariants:
         if script.own:
             return
         folder = self._history.disk.nodes[f"{self._history.run.path}/checkpoints"]
-        if not any(name.startswith(f"step-{steps:012}") for name in folder.names):
-            self._violated("I5", "the last checkpoint was deleted")
+        last = [f"{self._history.run.path}/checkpoints/{name}" for name in folder.names if f"step-{steps:012}" in name]
+        if script.sharded:
+            last = [name for name in last if shards.whole(self._history.disk, name) is not None]
+        if not last:
+            self._violated("I5", "the last checkpoint was deleted, or is not whole")
         if outcome["step"] != steps:
             self._violated("I7", f"the outcome names step {outcome['step']} of {steps}")
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from clusterddp.checkpoint import store
+from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.sharded import folder
+from clusterddp.checkpoint.sharded.folder import Manifest, RankFile, ShardedCheckpoint
+from clusterddp.checkpoint.sharded.rank_files import RankFiles
 from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.errors import CheckpointError
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
 from clusterddp.history.ends import ResubmissionRefused, Resubmitted
@@ -32,6 +39,7 @@ from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.recovery import Recovery
 from tests.simulation import product
 from tests.simulation.history import drawn, play
+from tests.simulation.world import Thread
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -382,6 +390,55 @@ def _a_step_that_waits_for_busy_nodes_is_waited_for() -> Patches:
     return [(SlurmController, "waits_for_nodes", lambda *_: False)]
 
 
+def _a_shard_is_announced_before_it_is_there() -> Patches:
+    """The manifest of a sharded checkpoint is committed before the last shard: ranks announce files that they rename
+    seconds later."""
+    real = RankFiles.commit
+
+    def commit(files: RankFiles, temporary: Path) -> RankFile:
+        world, size = product._now.world, folder.status(temporary).st_size
+
+        def rename() -> None:
+            world.sleep(5.0)
+            real(files, temporary)
+
+        Thread(world.process, rename, "late").start()
+        return RankFile(size, product._FORMAT.read_head(temporary).checksum)
+
+    return [(RankFiles, "commit", commit)]
+
+
+def _shards_of_superseded_attempts_count() -> Patches:
+    """A folder is named by its step and the newest attempt, and a superseded attempt's ranks still write into it."""
+
+    def sharded(checkpoints: Checkpoints, step: int) -> ShardedCheckpoint:
+        newest = checkpoints._directory.newest_attempt() or 0
+        return ShardedCheckpoint(checkpoints.folder / f"step-{step:012d}.attempt-{newest}", step, newest)
+
+    return [(Checkpoints, "sharded", sharded), (Checkpoints, "check_newest", lambda _: None)]
+
+
+def _a_folder_counts_by_its_name() -> Patches:
+    """A folder of a sharded model is a checkpoint with whatever files are in it, if it has no manifest."""
+    real = ShardedCheckpoint.manifest
+
+    def manifest(checkpoint: ShardedCheckpoint) -> Manifest:
+        if checkpoint.manifest_file in checkpoint.files:
+            return real(checkpoint)
+        files = [file for file in checkpoint.files if not file.name.startswith(".")]
+        if not files:
+            raise CheckpointError("it is empty")
+        found = [RankFile(folder.status(file).st_size, product._FORMAT.read_head(file).checksum) for file in files]
+        return Manifest(checkpoint.step, checkpoint.attempt, {}, tuple(found), {})
+
+    def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
+        yield from real_visible(directory)
+        yield from (found for found in store.incomplete(directory) if isinstance(found, ShardedCheckpoint))
+
+    real_visible = store.visible
+    return [(store, "visible", visible), (ShardedCheckpoint, "manifest", manifest)]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -435,6 +492,9 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _only_a_timeout_is_no_answer,
         _a_refused_job_ends_the_run,
         _a_step_that_waits_for_busy_nodes_is_waited_for,
+        _a_shard_is_announced_before_it_is_there,
+        _shards_of_superseded_attempts_count,
+        _a_folder_counts_by_its_name,
     )
 }
 
@@ -445,7 +505,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "requeue without asking again": 2693,
     "cancelled is not remembered": 28,
     "hold lifted at once": 5,
-    "resubmitted without dependency": 4163,
+    "resubmitted without dependency": 691,
     "scancel is a preemption": 9,
     "completed runs start again": 21,
     "lease is free": 10_336,
@@ -453,7 +513,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "preempted is done": 4,
     "end not recorded": 35,
     "no outcome": 1,
-    "oldest checkpoint": 2,
+    "oldest checkpoint": 14,
     "everything is deleted": 2716,
     "resubmit always": 199,
     "hold of another job": 677,
@@ -462,7 +522,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "a submission ends with its start": 1522,
     "hidden outcomes are not waited for": 360,
     "stop is forgotten": 35,
-    "the last failure is shown": 2,
+    "the last failure is shown": 24,
     "hook is told again": 161,
     "controller asked all the time": 581,
     "saves are promised": 14,
@@ -488,9 +548,14 @@ FOUND_AFTER: Mapping[str, int] = {
     "a started successor survives scancel": 8465,
     "a node that was shut down takes ranks again": 115,
     "only a timeout is no answer": 4,
-    "a refused job ends the run": 2,
+    "a refused job ends the run": 208,
     "a step that waits for busy nodes is waited for": 636,
+    "a shard is announced before it is there": 2,
+    "shards of superseded attempts count": 1036,
+    "a folder counts by its name": 819,
 }
+#: Of a plan whose model is sharded.
+SHARDED = "sharded"
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
     "requeue without asking again": {"answers lost", "scancel"},
@@ -514,6 +579,9 @@ NEEDS: Mapping[str, set[str]] = {
     "a run never shrinks": {"lose a node"},
     "a node that was shut down takes ranks again": {"shut down a node"},
     "a step that waits for busy nodes is waited for": {"kill a stepd"},
+    "a shard is announced before it is there": {SHARDED},
+    "shards of superseded attempts count": {SHARDED, "freeze the host"},
+    "a folder counts by its name": {SHARDED},
 }
 
 
@@ -527,7 +595,7 @@ def found_after(name: str, first: int, most: int) -> tuple[int, str] | None:
         try:
             for number in range(most):
                 plan = drawn(first + number)
-                if not needs <= {fault.kind for fault in plan.faults}:
+                if not needs <= {*(fault.kind for fault in plan.faults), *([SHARDED] if plan.script.sharded else [])}:
                     continue
                 if violations := play(plan).violations:
                     assert "(mutants.py:" not in violations[0], f"{name} does not fit the product: {violations[0]}"

@@ -28,7 +28,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from clusterddp import process, reporter
+from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.checkpoint import Checkpoint
+from clusterddp.checkpoint.sharded import client as shard_client
+from clusterddp.checkpoint.sharded import folder as shard_folder
+from clusterddp.checkpoint.sharded import rank_files
 from clusterddp.cli import steering
 from clusterddp.errors import RunDirectoryError
 from clusterddp.history import codec as history_codec
@@ -54,7 +58,7 @@ from clusterddp.supervisor import (
     script_checkpoints,
 )
 from clusterddp.supervisor.verdict import failure_text
-from tests.simulation import sweeps
+from tests.simulation import shards, sweeps
 from tests.simulation.disk import ALL, ATTEMPTS, CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
@@ -72,6 +76,7 @@ ROOMS = (
     "failures",
     "checkpoint.store",
     "checkpoint.checkpoint",
+    "checkpoint.sharded",
     "jobdef",
     "reporter",
     "process",
@@ -266,6 +271,14 @@ def _is_too_old(path: Path, since: float) -> str | None:
         return str(error.strerror)
 
 
+def _read_head(path: Path) -> SimpleNamespace:
+    return shards.head_of(_now.disk.read_bytes(path))
+
+
+def _remove_empty(folder: Path) -> None:
+    _now.disk.remove_empty(folder)
+
+
 def _match(path: str) -> script_checkpoints._Match | None:
     try:
         return script_checkpoints._Match(path, int(_now.disk.status(Path(path)).st_mtime * 1e9))
@@ -280,6 +293,8 @@ def _why_incomplete(path: str) -> str | None:
         return str(error.strerror)
 
 
+#: The format of a rank's file of a sharded checkpoint.
+_FORMAT = _Part(file_format, read_head=_read_head, verify=_read_head)
 #: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
 #: who owns files, what is in a checkpoint. The user's end of the control channel, the hook's process and a slurmd that
 #: is asked are models.
@@ -295,6 +310,12 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (pruning, "_own", lambda path: exists_now(path)),
     (pruning, "size_of", lambda _: 0),
     (pruning.code_snapshot, "unused", lambda _: []),
+    (shard_folder, "file_format", _FORMAT),
+    (rank_files, "file_format", _FORMAT),
+    (shard_folder, "remove_empty", _remove_empty),
+    (pruning, "remove_empty", _remove_empty),
+    (shard_client, "CheckpointClient", shards.Writer),
+    (shard_client, "PackedShard", shards.Packed),
     (Checkpoint, "verify", lambda self: _now.disk.read_bytes(self.path)),
     (attempt, "code_state", lambda *_: {}),
     (attempt, "rank_command", lambda *_: []),

@@ -1,7 +1,8 @@
 """The ranks of an attempt as a model, with their launcher and their connections to the supervisor.
 
 A rank trains by a script of steps; rank 0 saves, with the product's own rules of what may be committed and what an
-attempt resumes from (``checkpoint/store.py``). The weights are a hash over the samples that they have seen.
+attempt resumes from (``checkpoint/store.py``). If the model is sharded, all ranks save (``shards.py``). The weights are
+a hash over the samples that they have seen.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from clusterddp.supervisor.control_server import Handlers
 from clusterddp.worker.control_channel import SILENCE_S
 from clusterddp.worker.rank import FENCE_S, JOIN_TIMEOUT_S
 from tests.reports import reported
+from tests.simulation import shards
 from tests.simulation.disk import Disk
 from tests.simulation.slurm import Batch, Slurm
 from tests.simulation.world import EPOCH, Process, SimpleQueue, Thread, World
@@ -86,6 +88,8 @@ class Script:
     #: The step at which it fails each time; -1 without one.
     bug_at: int = -1
     own: bool = False
+    #: Whether its model is sharded, so that each rank saves a part.
+    sharded: bool = False
 
 
 def sample_of(step: int) -> int:
@@ -346,6 +350,7 @@ class Group:
     broken: bool = False
     joined: set[int] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
+    store: shards.Store = field(init=False)
 
     def meet(self, rank: Rank, value: Any) -> dict[int, Any]:
         """A collective: every rank's value, once all have come. LostPeer once a rank is gone."""
@@ -491,7 +496,7 @@ class Rank:
     def _main(self) -> int:
         try:
             end, code = self._train()
-        except LostPeer:
+        except (LostPeer, shards.LostStore):
             end, code = {"end": "exception", "error": f"RuntimeError: {PEER}", "traceback": ""}, 1
         except Superseded as error:
             end, code = {"end": "superseded", "error": str(error)}, 1
@@ -534,7 +539,12 @@ class Rank:
         store = Checkpoints(self.run, self.attempt, Keep(last=script.keep))
         state: dict[str, Any] = {}
         if self.number == 0:
-            state = self._restore(store)
+            group.store.host = self.process
+            self._await_committed(store)
+        if script.sharded:
+            state = shards.restored(self, store)
+        if self.number == 0:
+            state = state or self._restore(store)
             if state["parent"]:
                 self.report("resumed", step=state["step"], parent=state["parent"], inexact=[])
             else:
@@ -549,6 +559,9 @@ class Rank:
         self.moved = self.world.now
         if self.cluster.beats:
             Thread(self.process, self._beat, "heartbeat").start()
+        saves = shards.Saves(self, Keep(last=script.keep), step) if script.sharded else None
+        if saves is not None:
+            saves.prepare()
         stops: list[str] = []
         while step < script.steps:
             self._accident()
@@ -560,13 +573,19 @@ class Rank:
             world.sleep(script.step_s * (0.8 + 0.4 * world.random.random()))
             sample = sample_of(step)
             step, weights, samples = step + 1, trained(weights, -sample if self.alone else sample), (*samples, sample)
-            self.at = step
+            self.at, due = step, False
             if self.number == 0:
                 self.cluster.listener("step", self, {"step": step})
                 self._metrics(step)
                 asked, self.save_asked = self.save_asked, False
-                if (asked or step - saved >= script.save_every) and step < script.steps:
+                since = saved if saves is None else saves.begun
+                due = (asked or step - since >= script.save_every) and step < script.steps
+                if due and saves is None:
                     saved = self._save(store, step, weights, samples, saved)
+            if saves is not None:
+                saves.look()
+                if group.meet(self, due)[0]:
+                    saves.save(step, self._state(step, weights, samples))
         self.training = False
         left_loop = step < script.steps and not stops
         stopped = step < script.steps and not left_loop
@@ -574,8 +593,11 @@ class Rank:
             self.report("stopping", step=step, reason=self.stop or "peer") if stopped else self.report(
                 "finishing", step=step
             )
-            if saved != step:
+            if saved != step and saves is None:
                 saved = self._save(store, step, weights, samples, saved)
+        if saves is not None and saves.commit(step, self._state(step, weights, samples)):
+            saved = step
+        if self.number == 0:
             self.report("progress", step=step, steps=script.steps)
         if not stopped and self.number == 0 and saved != step:
             self.cluster.listener("failed", self, {})
@@ -602,18 +624,18 @@ class Rank:
             stops = {self.number: self.stop}
         return [stop for stop in stops.values() if stop]
 
-    def _may_commit(self, step: int) -> bool:
-        """What the supervisor answers; True if it cannot be reached."""
+    def why_not_commit(self, step: int, is_certain: Callable[[], bool] = lambda: False) -> str | None:
+        """What the supervisor answers; None if it cannot be reached."""
         self._questions += 1
-        while self.server is not None and not self._fencing:
+        while self.server is not None and not self._fencing and not is_certain():
             self.report("committing", question=self._questions, step=step)
             try:
-                answer = self._answers.get(timeout=ASK_AGAIN_S)
+                answer: Commit = self._answers.get(timeout=ASK_AGAIN_S)
             except Empty:
                 continue
             if answer.question == self._questions:
-                return answer.why_not is None
-        return True
+                return answer.why_not
+        return None
 
     def _beat(self) -> None:
         """Heartbeats, as the worker's thread sends them."""
@@ -648,13 +670,26 @@ class Rank:
             self.place = "stuck.py:1 (wait)"
             self.world.park()
 
+    def _state(self, step: int, weights: str, samples: tuple[int, ...]) -> dict[str, Any]:
+        """What a sharded checkpoint has. Of attempts with other ranks or on GPUs the same step has other bits."""
+        return {"step": step, "weights": weights, "samples": samples, "attempt": self.attempt}
+
+    def committed(self, step: int, state: Mapping[str, Any]) -> None:
+        """The writer has committed a sharded checkpoint."""
+        cluster = self.cluster
+        cluster.committed.append(Committed(self.attempt, step, state["weights"], state["samples"], self.world.now))
+        self.world.tell(self.process.name, f"checkpoint {step} committed")
+        cluster.listener("saved", self, {"step": step})
+
+    def _await_committed(self, store: Checkpoints) -> None:
+        if (step := self.step.environment.get(COMMITTED)) and not self.cluster.script.own:
+            store.await_committed(int(step))
+
     def _restore(self, store: Checkpoints) -> dict[str, Any]:
         if self.cluster.script.own:
             path = self.step.environment.get(CHECKPOINT)
             saved: dict[str, Any] = json.loads(self.cluster.disk.read_bytes(Path(path))) if path else {}
             return {"step": 0, "weights": "0", "samples": (), **saved, "parent": None}
-        if step := self.step.environment.get(COMMITTED):
-            store.await_committed(int(step))
         found: Checkpoint | None = next(iter(store.candidates()), None)
         if found is None:
             store.record_resume(None)
@@ -684,7 +719,7 @@ class Rank:
             self.cluster.on_save()
             self.world.sleep(self.cluster.script.save_s * (0.5 + self.world.random.random()))
             # Asked in all scripts; of those whose ranks end with their peers, the answer changes nothing.
-            if self.cluster.script.alone and (self.training or self.alone) and not self._may_commit(step):
+            if self.cluster.script.alone and (self.training or self.alone) and self.why_not_commit(step):
                 self.report("checkpoint_failed", step=step, reason="a rank is lost")
                 return before
             store.commit(temporary, step)
@@ -728,6 +763,7 @@ class Launcher:
         self.failure: LaunchFailure | None = None
         self.record: Callable[[Event], object] = lambda _: None
         self.group = Group(self.world, job.world_size)
+        self.group.store = shards.Store(self.world, lambda: cluster.slurm.cut)
         self.ranks: list[Rank] = []
         self._left: set[int] = set()
         self._code = 0

@@ -12,6 +12,7 @@ from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.checkpoint.sharded import folder as shard_folder
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
@@ -177,6 +178,7 @@ def patches(now: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
         yield sweep_submission, name, by
     yield recording, "parse", lambda text: (RunDirectory(text), None)
     yield recording, "copy_file", copy_file
+    yield shard_folder, "copy_file", copy_file
     yield recording, "Checkpoints", _Stored
 
 
