@@ -247,14 +247,21 @@ class NotSaved(Exception):
     """A save failed: no space, an I/O error, or the writer died. Earlier checkpoints are not affected.
 
     ``metrics``: whether the metrics could not be synced. ``disk``: whether a disk that is full, read-only or broken is
-    the reason, so that a later save may succeed. ``deleted``: as of ``Saved``, which freed too little.
+    the reason, so that a later save may succeed. ``deleted``: as of ``Saved``, which freed too little. ``full``: the
+    error number of a full disk or a used-up quota, for which a rank of a sharded model other than 0 can make no room.
     """
 
     def __init__(
-        self, step: int, reason: str, metrics: bool = False, deleted: tuple[int, ...] = (), disk: bool = False
+        self,
+        step: int,
+        reason: str,
+        metrics: bool = False,
+        deleted: tuple[int, ...] = (),
+        disk: bool = False,
+        full: int | None = None,
     ) -> None:
         super().__init__(reason)
-        self.step, self.metrics, self.deleted, self.disk = step, metrics, deleted, disk
+        self.step, self.metrics, self.deleted, self.disk, self.full = step, metrics, deleted, disk, full
 
 
 class CheckpointClient:
@@ -361,7 +368,7 @@ class CheckpointClient:
             raise Superseded(answer["superseded"])
         deleted = tuple(answer.get("deleted", ()))
         if "failed" in answer:
-            raise NotSaved(step, answer["failed"], "metrics" in answer, deleted, "disk" in answer)
+            raise NotSaved(step, answer["failed"], "metrics" in answer, deleted, "disk" in answer, answer.get("full"))
         return Saved(answer["step"], answer["bytes"], answer["at"], deleted, answer.get("checksum", 0))
 
     def close(self) -> None:

@@ -453,6 +453,18 @@ class Saver:
                     raise
                 self._report_deleted(step, [deleted])
 
+    def _make_room(self, failed: NotSaved) -> None:
+        """Deletes the oldest checkpoint for a rank whose disk is full, and has a save made soon.
+
+        That rank's disk, or its quota, may not be rank 0's, whose writer makes room by itself.
+        """
+        if failed.full is None or self._checkpoints is None:
+            return
+        with suppress(OSError, Superseded):  # the next save reports it
+            if (deleted := self._checkpoints.make_room(0, failed.full)) is not None:
+                self._report_deleted(failed.step, [deleted])
+                self._requested = True
+
     def _report_deleted(self, step: int, deleted: Sequence[int]) -> None:
         if deleted:
             self._report(events.RoomMade(step=step, deleted=list(deleted)))
@@ -470,6 +482,7 @@ class Saver:
                 self._best.failed()
                 self._metrics.doubtful |= error.metrics
                 self._report_deleted(error.step, error.deleted)
+                self._make_room(error)
                 return self._say_failed(error)
             if saved is None:
                 return None
@@ -499,6 +512,8 @@ class Saver:
             # A request may have changed the state of that step. The files of a sharded model are never replaced.
             if step != self._committed or (self._requested and self._sharding is None):
                 failed = self._save(step, state, urgent=True) or self._take_answer(wait=True)
+                while failed is not None and failed.full and self._requested:  # there is more room now
+                    failed = self._save(step, state, urgent=True) or self._take_answer(wait=True)
                 if failed is not None and failed.disk and stop is not None:
                     failed = self._retry(failed, state, stop)
         except ClusterddpError as error:

@@ -139,7 +139,8 @@ class ShardClient:
                 return
             message = {"bytes": saved.bytes, "checksum": saved.checksum}
         except NotSaved as error:
-            failure, message = error, {"failed": str(error), "metrics": error.metrics, "disk": error.disk}
+            failure = error
+            message = {"failed": str(error), "metrics": error.metrics, "disk": error.disk, "full": error.full}
         except Superseded as error:
             failure, message = error, {"superseded": str(error)}
         assert self._plan is not None
@@ -171,7 +172,13 @@ class ShardClient:
                 raise Superseded(message["superseded"])
             if "failed" in message:
                 where = "" if rank == 0 else f"rank {rank}: "
-                raise NotSaved(self._step, f"{where}{message['failed']}", message["metrics"], disk=message["disk"])
+                raise NotSaved(
+                    self._step,
+                    f"{where}{message['failed']}",
+                    message["metrics"],
+                    disk=message["disk"],
+                    full=message["full"],
+                )
         if (difference := self._unlike_rank_0()) is not None:
             raise NotSaved(self._step, difference)
         self._files = [RankFile(message["bytes"], message["checksum"]) for message in messages]
