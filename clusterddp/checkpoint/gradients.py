@@ -123,8 +123,7 @@ class Gradients:
     def progress(self, before_step: bool) -> dict[str, Any]:
         """The gradients for a checkpoint. ``before_step``: of the state at the beginning of the current step."""
         pending = self._before if before_step else self._pending()
-        unreduced = self._unreduced_before if before_step else has_unreduced_gradients(self._sharded)
-        if unreduced or (before_step and pending.changed()):
+        if self.are_unreduced(before_step) or (before_step and pending.changed()):
             return {"gradients_lost": True}
         found: dict[str, Any] = {}
         if used := self._used(pending.optimizers):
@@ -159,6 +158,10 @@ class Gradients:
     def are_apart(self) -> bool:
         """Whether gradients wait that differ between ranks, so that a better place for a checkpoint comes soon."""
         return bool(self._pending().apart)
+
+    def are_unreduced(self, before_step: bool) -> bool:
+        """Whether FSDP holds gradients that no checkpoint contains, until a later backward reduces them."""
+        return self._unreduced_before if before_step else has_unreduced_gradients(self._sharded)
 
     def unchanged(self) -> bool:
         """Whether those that waited when the current step began are unchanged, and rank 0 has all of them."""

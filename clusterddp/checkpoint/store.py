@@ -47,8 +47,8 @@ class Checkpoints:
 
     - After each commit, the writer process calls ``delete_old``. It deletes the checkpoints that ``keep`` of the job
       definition does not match: by default all but the three newest (``keep.last``).
-    - On a full disk or a used-up quota, the writer calls ``make_room``, or rank 0 for the metrics and for other ranks of
-      a sharded model. It deletes the oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
+    - On a full disk or a used-up quota, the writer calls ``make_room``, or rank 0 for the metrics and for other ranks
+      of a sharded model. It deletes the oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
     - Before each save, ``temporary`` deletes the incomplete files of attempts that were killed. A save that fails
       deletes its own file.
     - ``clusterddp prune`` (``runs/pruning.py``), for a run that is over, keeps the newest checkpoint, or as many as the

@@ -92,9 +92,9 @@ class Writer:
 
     On a full disk or a used-up quota, the temporary file is deleted. ``_commit_with_room`` then deletes the oldest
     checkpoint that only ``keep.last`` keeps, but not the two newest (``Checkpoints.make_room``), and tries again. It
-    gives up if there is none, or if all of them would not free enough space. For another rank of a sharded model, rank 0
-    deletes it and repeats the save (``Saver._make_room``). After a success, rank 0 records the events
-    ``room_made`` and ``checkpoint``. Otherwise the answer is ``failed``, with the sizes and the newest checkpoint. Rank
+    gives up if there is none, or if all of them would not free enough space. For another rank of a sharded model, rank
+    0 deletes it and repeats the save (``Saver._make_room``). After a success, rank 0 records the events ``room_made``
+    and ``checkpoint``. Otherwise the answer is ``failed``, with the sizes and the newest checkpoint. Rank
     0 then records ``checkpoint_failed`` (``Saver._take_answer``), training continues, and the next save that is due
     tries again. If the ranks are stopping, they stop with the older checkpoint and say why. At the end of the training
     loop, the ranks keep the state in memory and retry (``Saver._retry``). If that does not help either,

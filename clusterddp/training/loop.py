@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
@@ -19,6 +20,7 @@ import torch
 from clusterddp.data import randomness
 from clusterddp.data.training_loader import MicroBatches
 from clusterddp.data.workers import close_workers
+from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.devices import Lead
 from clusterddp.errors import CheckpointError, LastSaveFailed, Stopped, Superseded
 from clusterddp.history.beginnings import NotRestored, NotUsed, Phase, Resumed, Training
@@ -50,6 +52,7 @@ from clusterddp.training.exactness import (
 )
 from clusterddp.training.module_attributes import EXPLANATION as EXPLANATION_OF_ATTRIBUTES
 from clusterddp.training.run_state import Given, RunState
+from clusterddp.training.saving import MOST_POSTPONED
 from clusterddp.training.step_state import OptimizerSteps, Step
 from clusterddp.training.step_timing import InputWait
 from clusterddp.worker.control_channel import RunRequests
@@ -98,7 +101,10 @@ class Run:
         self._enter("restoring")
         self._state = RunState(given, self._seed, self._group)
         #: Whether all ranks take part in a save, because each has a state, or a part of the model.
-        self._together = given.loader.per_rank_state or bool(given.per_rank) or given.sharding is not None
+        self._is_sharded = given.sharding is not None
+        self._together = given.loader.per_rank_state or bool(given.per_rank) or self._is_sharded
+        #: For how many steps a save has waited for FSDP's gradients, and when it was last asked.
+        self._awaited, self._awaited_at = 0, 0.0
         #: The step being made; between two steps, and outside the loop, there is none.
         self._making: Step | None = None
         #: How often the script has asked for the place for an evaluation, in this attempt.
@@ -521,8 +527,24 @@ class Run:
         return self._agreement.boundary()
 
     def _boundary(self) -> None:
-        if self._agreement.boundary():
+        if self._agreement.boundary() and not self._awaits_reduction():
             self.stop(self._agreement.reason or "")
+
+    def _awaits_reduction(self) -> bool:
+        """Whether a save of a sharded model waits for a later step, which reduces the gradients that FSDP holds.
+
+        Rank 0 decides, and a stop waits only as long as the grace period allows another step. Collective if the model
+        is sharded.
+        """
+        if not (self._is_sharded and self._saver.saves):
+            return False
+        now = time.monotonic()
+        step_s, self._awaited_at = now - (self._awaited_at or now), now
+        may = self._awaited < MOST_POSTPONED and self._deadline.left_s > 2 * step_s
+        unreduced = self._state.gradients.are_unreduced(before_step=self._making is not None)
+        awaits = bool(broadcast_json(may and unreduced, self._group.control_device))
+        self._awaited, self._awaited_at = (self._awaited + 1, now) if awaits else (0, 0.0)
+        return awaits
 
     def _gather(self) -> None:
         """Brings what each rank has for itself to rank 0. Collective."""
@@ -549,6 +571,9 @@ class Run:
                 asked, self._may_be_due = self._may_be_due, False
                 with self._times.waiting():
                     due = self._saver.due_together(self.step, asked)
+                if due and self._awaits_reduction():
+                    self._saver.request()
+                    self._may_be_due, due = True, False
                 if not due:
                     self._saver.look()
                     return

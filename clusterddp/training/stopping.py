@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -55,8 +56,15 @@ class Deadline:
     def __init__(self, notices: Mapping[str, float], act: Callable[[float], None]) -> None:
         self._notices, self._act = notices, act
         self._timers: list[threading.Timer] = []
+        #: When the first of them acts (CLOCK_MONOTONIC, s).
+        self._ends = math.inf
         self._lock = threading.Lock()
         self._over = False
+
+    @property
+    def left_s(self) -> float:
+        """The seconds until ``act`` is called."""
+        return self._ends - time.monotonic()
 
     def begin(self, reason: str, save_s: float) -> None:
         """A stop has been requested, perhaps not the first. ``act`` is called with the seconds since then.
@@ -72,6 +80,7 @@ class Deadline:
         with self._lock:
             if not self._over:
                 self._timers.append(timer)
+                self._ends = min(self._ends, time.monotonic() + wait_s)
                 timer.start()
 
     def end(self) -> None:

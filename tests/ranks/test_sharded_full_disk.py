@@ -35,8 +35,9 @@ def train_on_full_disk(run_dir: Path, *options: object, full: str) -> ddp.Ranks:
     site = run_dir.parent / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)
-    environment = {"PYTHONPATH": f"{site}:{ddp.REPOSITORY}", "FULL": full}
-    return ddp.run(SHARDED, run_dir, *options, ranks=2, folder=run_dir.parent / "out", **environment)
+    path = f"{site}:{ddp.REPOSITORY}"
+    out = run_dir.parent / "out"
+    return ddp.run(SHARDED, run_dir, *options, ranks=2, folder=out, PYTHONPATH=path, FULL=full)
 
 
 def saved_steps(run_dir: Path) -> list[int]:
