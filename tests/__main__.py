@@ -1,8 +1,9 @@
 """``python -m tests [PYTEST ARGUMENTS]``: all tests, as ``make test`` runs them; the exit code says whether they pass.
 
 Tests mostly wait, those on Slurm above all. So these run in two parts, each with a separate cluster, beside two parts
-of the tests that need no cluster. Output appears as it is written, each line after the name of its part. Each test's
-cost and one JUnit file, ``junit.xml``, go to ``build/tests``.
+of the tests that need no cluster. Once a part on Slurm ends, another part of the other tests takes its place.
+Output appears as it is written, each line after the name of its part. Each test's cost and one JUnit file,
+``junit.xml``, go to ``build/tests``.
 
 The parts keep two CPUs busier than any user's, and now and then a test does not find in time what it waits for. So
 tests that fail, if they are few, run once more with nothing beside them; they are reported as such at the end, because
@@ -23,6 +24,7 @@ import threading
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +38,7 @@ LAST_RUN = RESULTS / "costs.jsonl"
 TYPICAL = Path(__file__).with_name("costs.jsonl")
 #: If more tests fail than these, they do not run again.
 FEW = 4
-#: Parts of the tests on Slurm, each with a cluster, and of the others.
+#: Parts of the tests on Slurm, each with a cluster, and parts of the others that run from the beginning.
 CLUSTERS, OTHERS = 2, 2
 #: pytest's exit codes.
 PASSED, FAILED, NO_TESTS = 0, 1, 5
@@ -58,13 +60,17 @@ UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --pid --fork --kill-ch
 
 @dataclass(frozen=True)
 class Part:
-    """The tests that ``-m`` selects, shared with the other parts of the queue; ``number``: that of its cluster."""
+    """The tests that ``-m`` selects, shared with the other parts of the queue; ``number``: that of its cluster.
+
+    It begins with the runner, or once the part ``after`` has ended.
+    """
 
     name: str
     select: str
     folder: Path
     queue: Path | None = None
     number: int = 0
+    after: str | None = None
 
     def command(self, *options: str) -> list[str]:
         pytest = [sys.executable, "-u", "-m", "pytest", "-p", "tests.plugin", "-m", self.select, "--durations=15"]
@@ -129,10 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parts(folder: Path) -> list[Part]:
     """Where there is no Slurm the tests that need it are skipped, or fail in CI, in one part."""
-    parts = [Part("slurm", "slurm", folder / "slurm")]
+    on_slurm = [Part("slurm", "slurm", folder / "slurm")]
     if unavailable() is None:
-        parts = sharing("slurm", "slurm", folder, CLUSTERS, clusters=True)
-    parts += sharing("others", "not slurm", folder, OTHERS)
+        on_slurm = sharing("slurm", "slurm", folder, CLUSTERS, clusters=True)
+    others = sharing("others", "not slurm", folder, OTHERS + len(on_slurm))
+    followers = [replace(part, after=first.name) for part, first in zip(others[OTHERS:], on_slurm, strict=True)]
+    parts = [*on_slurm, *others[:OTHERS], *followers]
     for part in parts:
         part.folder.mkdir()
     return parts
@@ -159,22 +167,27 @@ def expected(parts: Sequence[Part]) -> str:
 
 def run(parts: Sequence[Part], options: Sequence[str]) -> int:
     """All parts side by side, then what failed."""
-    running = [part.start(*options) for part in parts]
-    readers = [threading.Thread(target=show, args=(part.name, one)) for part, one in zip(parts, running, strict=True)]
-    for reader in readers:
-        reader.start()
-    try:
-        by_part = {part.name: part.code(one) for part, one in zip(parts, running, strict=True)}
-        codes = set(by_part.values())
-        for name, code in by_part.items():
-            if code not in (PASSED, NO_TESTS):
-                print(f"{name}: pytest exited with code {code}", flush=True)
-    except KeyboardInterrupt:  # which the parts got, too: they take their clusters down
-        for one in running:
-            one.wait()
-        raise
-    for reader in readers:
-        reader.join()
+    interrupted = threading.Event()
+
+    def attend(part: Part, process: subprocess.Popen[str]) -> dict[str, int]:
+        show(part.name, process)
+        codes = {part.name: part.code(process)}
+        for following in parts:
+            if following.after == part.name and not interrupted.is_set():
+                codes |= attend(following, following.start(*options))
+        return codes
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        attended = [threads.submit(attend, part, part.start(*options)) for part in parts if part.after is None]
+        try:
+            by_part = {name: code for one in attended for name, code in one.result().items()}
+        except KeyboardInterrupt:  # which the parts got, too: they take their clusters down
+            interrupted.set()
+            raise
+    codes = set(by_part.values())
+    for name, code in by_part.items():
+        if code not in (PASSED, NO_TESTS):
+            print(f"{name}: pytest exited with code {code}", flush=True)
     failed = [test for part in parts for test in part.failed()]
     if codes <= {PASSED, NO_TESTS}:
         return min(codes)
