@@ -258,6 +258,7 @@ def test_an_error_that_stays_stops_no_training_and_loses_nothing(stories: Storie
     assert wrong == []
 
 
+@pytest.mark.product  # the tests above have errors of any call, and machines that crash
 def test_what_a_failed_sync_has_lost_is_written_again(stories: Stories, replay: Replay) -> None:
     """The kernel marks data as written although fsync failed, and the next fsync does not report it.
 

@@ -95,6 +95,7 @@ def _ending(folder: Path) -> str:
     return found.name.rpartition("-")[2]
 
 
+@pytest.mark.product  # the test above has the sweep, the one below a member
 def test_a_multirun_is_a_sweep_whose_sweeper_gets_each_result(tmp_path: Path) -> None:
     """Two batches, the second chosen by the first; a failed member has its exception. It alone is repeated."""
     words = ["hydra/sweeper=searching", "hydra.launcher.gpus_per_node=2", "steps=10"]
@@ -136,6 +137,7 @@ def test_a_member_is_the_program_as_it_was_started(tmp_path: Path) -> None:
     assert (tmp_path / "m" / "lr=0.5" / "state.json").samefile(run.path / "hydra" / "state.json")
 
 
+@pytest.mark.product  # six processes that import Hydra
 def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     """And starts nothing."""
     for words, expected in {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.cli import clusterddp
@@ -14,6 +16,8 @@ from tests.waiting import story
 SCRIPT = """
 import os
 from pathlib import Path
+
+import pytest
 import torch
 import clusterddp
 from tests.stops import request_stop
@@ -43,6 +47,7 @@ for batch in run.steps(40):
 """
 
 
+@pytest.mark.product  # the test below trains on, the fuzz tests have garbled lines
 def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(tmp_path: Path) -> None:
     """Metrics lines of 160 KB, a result of 700 KB, NaN, and a first event that cannot be read."""
     script = tmp_path / "train.py"
@@ -72,6 +77,8 @@ def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(t
 AUTO = """
 import sys
 from pathlib import Path
+
+import pytest
 import torch
 import clusterddp
 from clusterddp.jobdef.job import Checkpointing

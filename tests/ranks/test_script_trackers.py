@@ -37,6 +37,7 @@ def submitted(folder: Path) -> RunDirectory:
     return run
 
 
+@pytest.mark.product  # the tests below have the variables that the trackers get
 def test_a_killed_script_continues_its_wandb_and_mlflow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run in each, however many attempts: a rank gets what it began. No two ranks share a W&B run."""
     packages.require("wandb", "mlflow")

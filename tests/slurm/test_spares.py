@@ -70,6 +70,7 @@ def test_ranks_of_a_lost_node_continue_on_the_spare_one_in_the_same_job(
     assert reasons(training) == ["node n2 is lost, so the ranks continue on the spare node n3"]
 
 
+@pytest.mark.product  # the next test moves to a spare node, test_faults.py loses one
 def test_a_node_whose_processes_end_is_left_without_an_attempt_in_between(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:

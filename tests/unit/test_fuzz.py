@@ -136,7 +136,7 @@ sbatch: {comment: x, exclusive: true}
 """
 
 
-@fuzz(150)
+@fuzz(60)
 @given(TEXTS | damaged(YAML) | st.just(DEEP) | st.just("{a: " * 5000) | st.just("&a [*a]") | st.just("<<: *x"))
 def test_any_text_is_yaml_or_refused(text: str) -> None:
     """With a place, wherever there is one."""
