@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.checkpoint import Checkpoint
@@ -29,6 +29,7 @@ from clusterddp.rundir.files import (
     fsync_directory,
     names_in,
     read_bytes,
+    read_text,
     status,
     unlink,
     write_atomically,
@@ -44,8 +45,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):  # a load makes one for each tensor and rank
     """The part of a tensor that a rank's file has: where it begins in the tensor, and its shape."""
 
     rank: int
@@ -93,10 +93,10 @@ class Manifest:
         """The inverse of ``encoded``. Raises Damaged."""
         try:
             content = json.loads(data)
-            checksum = content.pop("checksum")
             if content["format"] != FORMAT:
                 raise file_format.Damaged(f"expected format {FORMAT!r}, got {content['format']!r}")
-            if checksum != zlib.crc32(json.dumps(content).encode()):
+            beginning = _beginning(content["checksum"])
+            if not data.startswith(beginning) or content["checksum"] != _checksum(data[len(beginning) :]):
                 raise file_format.Damaged("checksum mismatch")
             tensors = {
                 name: ShardedTensor(
@@ -117,8 +117,18 @@ def encoded(step: int, attempt: int, facts: Mapping[str, str], files: Sequence[R
     """The bytes of ``manifest.json``. ``tensors``: from ``encoded_tensors``."""
     named = [[rank_file(rank), one.bytes, one.checksum] for rank, one in enumerate(files)]
     content = {"format": FORMAT, "step": step, "attempt": attempt, "facts": dict(facts), "files": named}
-    text = f'{json.dumps(content)[:-1]}, "tensors": {tensors}}}'
-    return f'{{"checksum": {zlib.crc32(text.encode())}, {text[1:]}\n'.encode()
+    rest = f'{json.dumps(content)[1:-1]}, "tensors": {tensors}}}\n'.encode()
+    return _beginning(_checksum(rest)) + rest
+
+
+def _beginning(checksum: int) -> bytes:
+    """Of a manifest, before what the checksum is of."""
+    return b'{"checksum": %d, ' % checksum
+
+
+def _checksum(rest: bytes) -> int:
+    """Of a manifest: of its JSON without the checksum."""
+    return zlib.crc32(rest.rstrip(b"\n"), zlib.crc32(b"{"))
 
 
 def encoded_tensors(tensors: Mapping[str, ShardedTensor]) -> str:
@@ -174,10 +184,12 @@ class ShardedCheckpoint(Checkpoint):
         """Rank 0's head, which has the state without its tensors."""
         return self.rank_head(0, self.manifest().files[0])
 
-    def read_state(self) -> tuple[Manifest, Any]:
-        """The manifest, and the state without its tensors. Raises CheckpointError."""
+    def read_state(self) -> tuple[Manifest, str, Any]:
+        """The manifest, also as text, and the state without its tensors. Raises CheckpointError."""
         manifest = self.manifest()
-        return manifest, self.rank_head(0, manifest.files[0]).state
+        with self.errors():
+            text = read_text(self.manifest_file)
+        return manifest, text, self.rank_head(0, manifest.files[0]).state
 
     def verify(self) -> None:
         """Reads all files."""

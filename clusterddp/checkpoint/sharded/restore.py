@@ -1,32 +1,21 @@
 """Restores a sharded checkpoint on any number of ranks: each rank reads only its part of each tensor.
 
-torch.distributed.checkpoint plans which parts of which files a rank needs (``ManifestReader``). All bytes that a rank
-reads are verified. Ranks load only once all have read and verified their parts.
+All bytes that a rank reads are verified. Ranks load only once all have read and verified their parts.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from clusterddp.checkpoint.packing import TORCH_DTYPES, unpack
 from clusterddp.checkpoint.restore import OnDamaged, Place, Search
-from clusterddp.checkpoint.sharded.folder import Manifest, ShardedCheckpoint, rank_file
+from clusterddp.checkpoint.sharded.folder import Chunk, Manifest, RankFile, ShardedCheckpoint, rank_file
 from clusterddp.checkpoint.sharded.sharding import Sharding, local
 from clusterddp.checkpoint.state_copies import offer
 from clusterddp.checkpoint.store import Checkpoints
@@ -50,10 +39,10 @@ def restore_sharded(
     tries = 0
     while True:
         found = search.next(ShardedCheckpoint, ShardedCheckpoint.read_state)
-        told = None
+        told = manifest = None
         if found is not None:
-            checkpoint, (manifest, state) = found
-            told = [str(checkpoint.path), checkpoint.step, checkpoint.attempt, manifest.encoded().decode(), state]
+            checkpoint, (manifest, text, state) = found
+            told = [str(checkpoint.path), checkpoint.step, checkpoint.attempt, text, state]
         failure, told = broadcast_json([search.failure, told], device)
         if failure is not None:
             raise CheckpointError(failure)
@@ -61,7 +50,7 @@ def restore_sharded(
             return None
         path, step, attempt, text, state = told
         checkpoint = ShardedCheckpoint(Path(path), step, attempt)
-        content, damage = _read(checkpoint, Manifest.decoded(text.encode()), state, sharding)
+        content, damage = _read(checkpoint, manifest or Manifest.decoded(text.encode()), state, sharding)
         damaged = any_failure(group, f"restore/{tries}", damage)
         tries += 1
         if damaged is None:
@@ -78,18 +67,33 @@ def any_failure(group: ProcessGroup, key: str, own: str | None) -> str | None:
     return None if rank is None else group.store.get(f"{key}/{rank}").decode()
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What a rank needs of a chunk in a file: the ``count`` indices of dimension ``dim`` from ``first`` on."""
+
+    name: str
+    dim: int
+    first: int
+    count: int
+    target: torch.Tensor
+
+
 def _read(checkpoint: ShardedCheckpoint, manifest: Manifest, state: Any, sharding: Sharding) -> tuple[Any, str | None]:
     """The state with this rank's part of all tensors, or how the checkpoint is damaged."""
-    tensors = {
-        name: torch.empty(one.shape, dtype=TORCH_DTYPES[one.dtype])
-        if one.dim is None
-        else sharding.empty(TORCH_DTYPES[one.dtype], one.shape, one.dim)
-        for name, one in manifest.tensors.items()
-    }
-    reader, planner = ManifestReader(checkpoint, manifest), DefaultLoadPlanner(False, False)
-    planner.set_up_planner(tensors, reader.read_metadata())
+    tensors: dict[str, torch.Tensor] = {}
+    parts: dict[int, list[_Part]] = {}
+    for name, one in manifest.tensors.items():
+        dtype, offset = TORCH_DTYPES[one.dtype], 0
+        if one.dim is None:
+            tensors[name] = shard = torch.empty(one.shape, dtype=dtype)
+        else:
+            tensors[name], shard, offset = sharding.empty(dtype, one.shape, one.dim)
+        for chunk in one.chunks:
+            if (part := _part(name, shard, offset, chunk, max(one.dim or 0, 0))) is not None:
+                parts.setdefault(chunk.rank, []).append(part)
     try:
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        for rank, of_file in parts.items():
+            _read_file(checkpoint, rank, manifest.files[rank], of_file)
     except CheckpointError as error:
         return None, str(error)
     for tensor in tensors.values():
@@ -97,65 +101,37 @@ def _read(checkpoint: ShardedCheckpoint, manifest: Manifest, state: Any, shardin
     return unpack(state, tensors), None
 
 
-class ManifestReader(StorageReader):
-    """Reads a folder's tensors for torch.distributed.checkpoint. Raises CheckpointError for a damaged file."""
+def _part(name: str, shard: torch.Tensor, offset: int, chunk: Chunk, dim: int) -> _Part | None:
+    """What a shard, which begins at ``offset`` of dimension ``dim``, needs of a chunk. None if that is nothing."""
+    if not chunk.sizes:  # a number
+        return _Part(name, 0, 0, 1, shard.view(1))
+    start = max(offset, chunk.offsets[dim])
+    count = min(offset + shard.shape[dim], chunk.offsets[dim] + chunk.sizes[dim]) - start
+    if count <= 0:
+        return None
+    return _Part(name, dim, start - chunk.offsets[dim], count, shard.narrow(dim, start - offset, count))
 
-    def __init__(self, checkpoint: ShardedCheckpoint, manifest: Manifest) -> None:
-        self._checkpoint, self._manifest = checkpoint, manifest
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 (of torch)
-        """False: the checkpoint is given to the constructor."""
-        return False
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The manifest, as torch has it."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(TORCH_DTYPES[one.dtype]),
-                    torch.Size(one.shape),
-                    [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in one.chunks],
-                )
-                for name, one in self._manifest.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The same plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The same plans."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads file by file, each from its beginning to its end."""
-        by_rank: dict[int, list[ReadItem]] = {}
-        for item in plan.items:
-            by_rank.setdefault(self._rank_of(item), []).append(item)
-        for rank, items in by_rank.items():
-            _await_visible(self._checkpoint.path / rank_file(rank))
-            head = self._checkpoint.rank_head(rank, self._manifest.files[rank])
-            with VerifiedFile(self._checkpoint.path / rank_file(rank), head, self._checkpoint.errors) as file:
-                starts = {id(item): head.entries[item.storage_index.fqn]["data_offsets"][0] for item in items}
-                for item in sorted(items, key=lambda item: starts[id(item)]):
-                    _read_item(file, head.entries[item.storage_index.fqn], item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _rank_of(self, item: ReadItem) -> int:
-        """The rank whose file has the item's chunk."""
-        index = item.storage_index.index
-        assert index is not None
-        return self._manifest.tensors[item.storage_index.fqn].chunks[index].rank
+def _read_file(checkpoint: ShardedCheckpoint, rank: int, expected: RankFile, parts: list[_Part]) -> None:
+    """Reads all parts from a rank's file. Raises CheckpointError."""
+    path = checkpoint.path / rank_file(rank)
+    _await_visible(path)
+    head = checkpoint.rank_head(rank, expected)
+    direct: list[tuple[int, memoryview]] = []
+    others: list[tuple[_Part, dict[str, Any]]] = []
+    for part in parts:
+        entry = head.entries[part.name]
+        start, stop = entry["data_offsets"]
+        length = entry["shape"][part.dim] if entry["shape"] else 1
+        is_contiguous = part.dim == 0 or part.count == length
+        if is_contiguous and part.target.device.type == "cpu" and part.target.is_contiguous():
+            direct.append((start + part.first * (stop - start) // length, _bytes_of(part.target)))
+        else:
+            others.append((part, entry))
+    with VerifiedFile(path, head, checkpoint.errors) as file:
+        file.read_all(sorted(direct, key=lambda one: one[0]))
+        for part, entry in sorted(others, key=lambda one: one[1]["data_offsets"][0]):
+            _read_in_blocks(file, entry, part)
 
 
 def _await_visible(file: Path) -> None:
@@ -169,28 +145,20 @@ def _await_visible(file: Path) -> None:
 _BLOCK = 1 << 22
 
 
-def _read_item(file: VerifiedFile, entry: Mapping[str, Any], item: ReadItem, planner: LoadPlanner) -> None:
-    """Reads a part of a chunk into a part of a tensor: rows of the first dimension."""
-    target = planner.resolve_tensor(item).detach()
+def _read_in_blocks(file: VerifiedFile, entry: Mapping[str, Any], part: _Part) -> None:
+    """Reads rows of the first dimension, and copies what is needed of them."""
     start, stop = entry["data_offsets"]
     shape = tuple(entry["shape"]) or (1,)
     row = (stop - start) // shape[0]
-    first, *offsets = tuple(item.storage_offsets) or (0,)
-    count, *lengths = tuple(item.lengths) or (1,)
-    rows = target.view(count, *lengths)
-    start += first * row
-    if tuple(lengths) == shape[1:] and rows.device.type == "cpu" and rows.is_contiguous():
-        file.read_into(_bytes_of(rows), start)
-    else:
-        most = max(1, _BLOCK // row)
-        for begin in range(0, count, most):
-            end = min(begin + most, count)
-            block = torch.empty((end - begin, *shape[1:]), dtype=rows.dtype)
-            file.read_into(_bytes_of(block), start + begin * row)
-            for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True), start=1):
-                block = block.narrow(dim, offset, length)
-            rows[begin:end].copy_(block)
-    planner.commit_tensor(item, target)
+    rows, first = (part.count, part.first) if part.dim == 0 else (shape[0], 0)
+    most = max(1, _BLOCK // row)
+    for begin in range(0, rows, most):
+        end = min(begin + most, rows)
+        block = torch.empty((end - begin, *shape[1:]), dtype=part.target.dtype)
+        file.read_into(_bytes_of(block), start + (first + begin) * row)
+        if part.dim > 0:
+            block = block.narrow(part.dim, part.first, part.count)
+        part.target[begin:end].copy_(block)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

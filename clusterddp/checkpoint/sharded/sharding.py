@@ -6,6 +6,7 @@ with replicas (HSDP).
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,12 +61,22 @@ class Sharding:
         last = Replicate() if dim < 0 else Shard(dim)
         return [*[Replicate()] * (self.mesh.ndim - 1), last]
 
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> Any:
-        """A DTensor on this mesh, not initialized. Allocates this rank's shard."""
-        from torch.distributed.tensor import DTensor, empty
+    def empty(self, dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> tuple[Any, torch.Tensor, int]:
+        """A DTensor on this mesh, not initialized, this rank's shard of it, and where that begins in the dimension."""
+        from torch.distributed.tensor import DTensor
 
-        found: DTensor = empty(shape, dtype=dtype, device_mesh=self.mesh, placements=self.placements(dim))
-        return found
+        sizes, offset = list(shape), 0
+        if dim >= 0:  # as Shard does it
+            mesh_dim = self.mesh.ndim - 1
+            most = -(-shape[dim] // self.mesh.size(mesh_dim))
+            offset = min(most * self.mesh.get_local_rank(mesh_dim), shape[dim])
+            sizes[dim] = min(most, shape[dim] - offset)
+        shard = torch.empty(sizes, dtype=dtype, device=self.mesh.device_type)
+        stride = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        whole = DTensor.from_local(
+            shard, self.mesh, self.placements(dim), run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+        return whole, shard, offset
 
 
 def check_version(version: str) -> None:
