@@ -1,8 +1,8 @@
 """A script's own checkpoints (key ``resume``): which files match, which of them is the newest complete one.
 
 A checkpoint counts as complete as far as can be seen without torch: a zip, as ``torch.save`` writes it, has its
-directory at its end, a safetensors file has the size that its header gives, and a folder has complete files, and those
-that an older one has.
+directory at its end, a safetensors file has the size that its header gives, and a folder has complete files, those that
+it names itself (``checkpoint_sets.py``), and those that an older one has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import struct
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.checkpoint_sets import why_not_all
 
 #: Seconds between two looks for a new checkpoint while the ranks run.
 SEARCH_INTERVAL_S = 30.0
@@ -70,11 +72,12 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Match:
-    """A file or folder that matches a pattern. ``names``: a folder's files, with # in place of numbers."""
+    """A file or folder that matches a pattern. ``names``: a folder's files, with # in place of numbers, and how many
+    have each name."""
 
     path: str
     written_ns: int
-    names: frozenset[str] = field(default=frozenset())
+    names: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def order(self) -> tuple[int, list[int | str]]:
@@ -100,7 +103,8 @@ class ScriptCheckpoints:
         self._earlier = RunView(event for event in history if event.attempt < number)
         #: The file that the script named to continue from, which need not match a pattern.
         self._saved = self._earlier.last(Saved)
-        self._began = time.time() if self._earlier.began is None else self._earlier.began
+        self._created = time.time()
+        self._began = self._created if self._earlier.began is None else self._earlier.began
         #: The newest complete one that is known; at first that from which the attempt continues.
         self.newest: ScriptCheckpoint | None = None
         #: The newest file that a rank is known to have saved, whether it matches or not.
@@ -208,9 +212,17 @@ class ScriptCheckpoints:
             return SearchResult()
         also = [] if self._saved is None else [self._saved.file]
         rejects = lambda one: (self.named(one.path), one.written) in self._rejected  # noqa: E731
-        found = find(self._job.resume, self._run, self._began, also, self._judged, rejects)
+        found = find(self._job.resume, self._run, self._began, also, self._judged, rejects, self._ranks_at)
         self.newest = found.newest or self.newest
         return found
+
+    def _ranks_at(self, written: float) -> int:
+        """The ranks of the attempt that ran at this time."""
+        if written < self._created:
+            started = [event for event in self._earlier.all(Started) if event.time <= written]
+            if started:
+                return started[-1].ranks
+        return self._job.world_size
 
     def _stopped(self) -> float:
         """When the previous attempt ended, or recorded its last event."""
@@ -233,13 +245,15 @@ def find(
     also: Sequence[str] = (),
     judged: _Judged | None = None,
     rejects: Callable[[ScriptCheckpoint], bool] = lambda _: False,
+    ranks: Callable[[float], int] = lambda _: 0,
 ) -> SearchResult:
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
     An older one is of another training, which this run must not continue. ``also``: further files or folders.
     ``judged``: what earlier calls found. A file is opened again only if it was written again, because an open would
     look like the script's own, which shows that it resumes. ``rejects``: whether the script failed with a checkpoint,
-    which is then taken only if there is no other.
+    which is then taken only if there is no other. ``ranks``: the number of ranks at a time, with which the number of
+    files in a folder may change.
     """
     folder = str(Path.cwd())
     paths = {
@@ -264,7 +278,7 @@ def find(
         if match.written_ns < since * 1e9:
             passed_over.append((match.path, "it is older than this run"))
             break
-        why = why_not(match) or _what_is_missing(match, matches[index + 1 :], why_not)
+        why = why_not(match) or _what_is_missing(match, matches[index + 1 :], why_not, ranks)
         if why is None:
             content = judged[match.path, match.written_ns][1]
             newest = ScriptCheckpoint(match.path, match.written_ns / 1e9, content)
@@ -300,7 +314,7 @@ def _match(path: str) -> _Match | None:
         written_ns = max((file.stat().st_mtime_ns for file in files), default=Path(path).stat().st_mtime_ns)
     except OSError:
         return None
-    return _Match(path, written_ns, frozenset(_without_numbers(str(file.relative_to(path))) for file in files))
+    return _Match(path, written_ns, Counter(_without_numbers(str(file.relative_to(path))) for file in files))
 
 
 def _without_numbers(path: str) -> str:
@@ -316,12 +330,23 @@ def _files(folder: str) -> list[Path]:
     return sorted(found)
 
 
-def _what_is_missing(match: _Match, older: Sequence[_Match], why_not: Callable[[_Match], str | None]) -> str | None:
+def _what_is_missing(
+    match: _Match, older: Sequence[_Match], why_not: Callable[[_Match], str | None], ranks: Callable[[float], int]
+) -> str | None:
     """What a folder lacks that the previous one has, because the script was stopped while it was writing it."""
     alike = (one for one in older if one.names and one.beside == match.beside)
     before = next((one for one in alike if why_not(one) is None), None)
-    lacking = sorted(before.names - match.names) if before is not None and match.names else []
-    return f"{lacking[0]} is missing, but {os.path.basename(before.path)} has it" if before and lacking else None  # noqa: PTH119
+    if before is None or not match.names:
+        return None
+    name = os.path.basename(before.path)  # noqa: PTH119
+    for lacking in sorted(before.names.keys() - match.names.keys()):
+        return f"{lacking} is missing, but {name} has it"
+    if ranks(match.written_ns / 1e9) != ranks(before.written_ns / 1e9):
+        return None
+    for file, number in sorted(before.names.items()):  # such as a file of each rank
+        if match.names[file] < number and os.path.splitext(file)[1] in _DATA - {".distcp"}:  # noqa: PTH122
+            return f"it has {match.names[file]} of {number} files {file} that {name} has"
+    return None
 
 
 def why_incomplete(path: str) -> str | None:
@@ -337,9 +362,7 @@ def why_incomplete(path: str) -> str | None:
                 return f"{file.relative_to(path)}: {why}"
     except OSError as error:
         return error.strerror or str(error)
-    shards = {file.parent for file in files if file.suffix == ".distcp"}  # of torch.distributed.checkpoint
-    missing = any(not (one / ".metadata").exists() for one in shards)
-    return ".metadata, which is written last, is missing" if missing else None
+    return why_not_all(files)
 
 
 def _why_file(file: Path, inside: bool = False) -> str | None:

@@ -2,8 +2,9 @@
 
 ``torch.save(state, "ckpt.pt")`` empties the file before it writes. A script that keeps one checkpoint and is preempted
 in that moment has none. In a rank, ``torch.save`` and the ``save_file`` of safetensors therefore write to a new file on
-the same file system, sync it, and rename it. Saves to file objects, devices and pipes stay as they are, and so do
-``torch.jit.save`` and torch's distributed checkpoints, which have their own formats.
+the same file system, sync it, and rename it. Saves to file objects, devices and pipes stay as they are, and so does
+``torch.jit.save``, which has its own format. torch's distributed checkpoints have several files, of which the last one
+completes them: a stop waits for such a save, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,7 @@ class ScriptSaves:
             self._stops.also({signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
         self.records, self._attempt = RunDirectory(run).private.absolute(), attempt
         when_imported("torch", self._protect_torch)
+        when_imported("torch.distributed.checkpoint.state_dict_saver", self._protect_distributed)
         for name in ("safetensors.torch", "safetensors.numpy"):
             when_imported(name, self._protect_safetensors)
 
@@ -77,6 +79,35 @@ class ScriptSaves:
 
     def _protect_safetensors(self, module: ModuleType) -> None:  # save_model calls save_file
         module.save_file = self.protected(module.save_file, "filename")  # type: ignore[attr-defined]
+
+    def _protect_distributed(self, module: ModuleType) -> None:
+        module.save = self._waited_for(module.save)  # type: ignore[attr-defined]
+        module.async_save = self._waited_for_in_background(module.async_save)  # type: ignore[attr-defined]
+
+    def _waited_for(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, for which a stop waits."""
+
+        @functools.wraps(save)
+        def saved(*args: Any, **options: Any) -> Any:
+            with self.around(), self._stops.during_save():
+                return save(*args, **options)
+
+        return saved
+
+    def _waited_for_in_background(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, for whose future a stop waits."""
+
+        @functools.wraps(save)
+        def begun(*args: Any, **options: Any) -> Any:
+            with ExitStack() as held:
+                held.enter_context(self._stops.during_save())
+                found = save(*args, **options)
+                release = held.pop_all().close
+            # An AsyncSaveResponse has one future for the copy, and one for the files.
+            getattr(found, "upload_completion", found).add_done_callback(lambda _: release())
+            return found
+
+        return begun
 
     def protected(self, save: Callable[..., Any], name: str) -> Callable[..., Any]:
         """The same function, protected. Its second argument, ``name``, is the file."""

@@ -163,12 +163,28 @@ def test_the_folder_of_all_checkpoints_is_no_older_one(run: RunDirectory) -> Non
 
 
 def test_a_folder_of_torchs_distributed_checkpoint_needs_its_metadata(run: RunDirectory) -> None:
-    """It is written last."""
+    """It is written last. ``test_checkpoint_sets.py`` has real ones."""
     (run.path / "dcp").mkdir()
     (run.path / "dcp" / "__0_0.distcp").write_bytes(b"x")
     assert newest(run, "{run_dir}/dcp") == (None, [("dcp", ".metadata, which is written last, is missing")])
     (run.path / "dcp" / ".metadata").write_bytes(b"x")
-    assert newest(run, "{run_dir}/dcp") == ("dcp", [])
+    assert newest(run, "{run_dir}/dcp") == (None, [("dcp", ".metadata is damaged (UnpicklingError)")])
+
+
+def test_a_folder_needs_as_many_files_of_ranks_as_the_one_before_unless_the_number_of_ranks_has_changed(
+    run: RunDirectory,
+) -> None:
+    """As of accelerate's and Trainer's random states."""
+    for step, ranks in ((4, 2), (8, 1)):
+        for rank in range(ranks):
+            zipped(run.path / f"step_{step}" / f"random_states_{rank}.pkl")
+            at(run.path / f"step_{step}" / f"random_states_{rank}.pkl", step)
+    resume = Resume(("{run_dir}/step_*",))
+    found = find(resume, str(run), 0.0)
+    assert found.newest is not None and Path(found.newest.path).name == "step_4"
+    assert [why for _, why in found.passed_over] == ["it has 1 of 2 files random_states_#.pkl that step_4 has"]
+    found = find(resume, str(run), 0.0, ranks=lambda written: 2 if written < 6 else 1)
+    assert found.newest is not None and Path(found.newest.path).name == "step_8"
 
 
 def test_a_relative_pattern_is_relative_to_the_current_folder(

@@ -202,6 +202,39 @@ def test_a_stop_waits_for_the_save_and_then_takes_its_effect(
     assert not list(tmp_path.rglob(f"{SAVING}*"))
 
 
+DISTRIBUTED = """
+import os, signal, sys
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import rank_process
+RunDirectory("run").create()
+rank_process.current().saves.protect("run", 0, lambda: False)
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+class Writer(FileSystemWriter):
+    def finish(self, metadata, results):
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().finish(metadata, results)
+        print("whole", flush=True)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+found = getattr(dcp, sys.argv[1])({"w": torch.ones(3)}, storage_writer=Writer("dcp"))
+if sys.argv[1] == "async_save":
+    found.result()
+    signal.pause()
+print("after")
+"""
+
+
+@pytest.mark.parametrize("name", ["save", "async_save"])
+def test_a_stop_waits_for_a_save_with_several_files(tmp_path: Path, name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", DISTRIBUTED, name], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-15, "whole\n"), done.stderr
+    assert (tmp_path / "dcp" / ".metadata").exists()
+
+
 def test_what_a_killed_save_leaves_is_removed_by_the_next_attempt(tmp_path: Path) -> None:
     """A save of the same attempt may still be in progress. That on the disk of a different node stays known."""
     done = subprocess.run([sys.executable, "-c", IN_A_PROCESS, "thread", "killed"], cwd=tmp_path)
