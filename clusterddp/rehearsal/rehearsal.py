@@ -26,6 +26,8 @@ _NO_GPU = re.compile(
 )
 #: A disturbed start may take this many times as long as the undisturbed run, and some seconds.
 _TIMES_LONGER, _MORE_S = 5.0, 30.0
+#: How many of the last lines of a script's output a message shows.
+_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ def _check(start: Start, conductor: Conductor) -> None:
         printed = next((text for text in start.output.values() if text.strip()), "")
         lines = re.sub(rf"{re.escape(str(conductor.folder))}/run-\d+/", "./", printed).splitlines()
         own = next((at for at, line in enumerate(lines) if '"./' in line), 0)  # the frames below are ours
-        raise ClusterddpError("\n".join([f"the script fails undisturbed (exit codes: {codes})", *lines[own:][-8:]]))
+        raise ClusterddpError(
+            "\n".join([f"the script fails undisturbed (exit codes: {codes})", *lines[own:][-_LINES:]])
+        )
     if not start.steps() and (loaded := start.of(Loaded)):
         raise ClusterddpError(
             f"the script loads {Path(loaded[-1].file).name}, which was in its folder before, and then makes no step. "
@@ -143,8 +147,16 @@ def _check(start: Start, conductor: Conductor) -> None:
         raise ClusterddpError(
             "the script makes no step of a torch optimizer on rank 0, so there is nothing to disturb. A rehearsal "
             "needs a script that trains in the process that srun starts, not in processes of its own (as with "
-            "torch.multiprocessing.spawn, or torchrun in a subprocess)"
+            f"torch.multiprocessing.spawn, or torchrun in a subprocess){_printed(start)}"
         )
+
+
+def _printed(start: Start) -> str:
+    """The last lines that rank 0 has printed, as they may say why it ended."""
+    lines = []
+    for text in (start.printed, start.output.get(0, "")):
+        lines += [line.rstrip() for line in text.splitlines() if line.strip()][-_LINES:]
+    return "\n".join([". Rank 0 printed:", *lines]) if lines else ""
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,7 @@ class _Rehearsed(LocalRun):
             killed=tuple(self._killed.get(attempt, ())),
             stacks=self._stacks if attempt in self._killed or timed_out else {},
             output=output,
+            printed=end_of(log) if (log := logs / "rank-0.out").exists() else "",
             files=files,
             timed_out=timed_out,
             completed=completed,

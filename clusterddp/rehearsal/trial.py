@@ -78,8 +78,9 @@ class Start:
     ``exit_s``: from the notice to the end of the last rank. ``killed``: the ranks that were still alive at the end of
     the notice, with their ``stacks``. ``output``: the end of each rank's standard error. ``requeued``: the script
     itself has called scontrol or sbatch. ``files``: sizes in the working folder afterwards, by path. ``timed_out``: it
-    did not end. ``leftover``: whether processes outlived their rank. ``completed``: whether the run is completed, as
-    clusterddp says. None: the exit codes say so. ``inexact``: why clusterddp says that its resume is not exact.
+    did not end. ``printed``: the end of rank 0's standard output. ``leftover``: whether processes outlived their rank.
+    ``completed``: whether the run is completed, as clusterddp says. None: the exit codes say so. ``inexact``: why
+    clusterddp says that its resume is not exact.
     """
 
     facts: Mapping[int, Sequence[Fact]]
@@ -90,6 +91,7 @@ class Start:
     killed: Sequence[int] = ()
     stacks: Mapping[int, str] = field(default_factory=dict)
     output: Mapping[int, str] = field(default_factory=dict)
+    printed: str = ""
     requeued: bool = False
     files: Mapping[str, int] = field(default_factory=dict)
     timed_out: bool = False

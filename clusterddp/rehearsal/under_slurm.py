@@ -165,6 +165,7 @@ class _Attempt:
             killed=tuple(self._killed),
             stacks=self._stacks,
             output={rank: end_of(self._log(rank)) for rank in range(self._ranks)},
+            printed=end_of(self._log(0, "out")),
             requeued="scontrol requeue" in calls or "sbatch" in calls,
             files=files_in(work),
             timed_out=timed_out,

@@ -94,7 +94,7 @@ REFUSED = {
     "fails": ("raise RuntimeError('no data')", "no data"),
     "needs a GPU": ("raise RuntimeError('Found no NVIDIA driver on your system')", "needs a GPU"),
     "takes too long": ("import time; time.sleep(600)", "--limit"),
-    "makes no step": ("print('no training')", "no step"),
+    "makes no step": ("print('no training')", "Rank 0 printed:\nno training"),
     "trains in processes of its own": ("import subprocess; subprocess.run(['true'])", "processes of its own"),
     "writes outside": ("open('../outside/file', 'w').write('x')", "writes outside"),
 }
