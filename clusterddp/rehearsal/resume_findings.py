@@ -61,7 +61,8 @@ def _half_written_folder(trial: Trial, resume: Resume) -> str | None:
         folder = Path(saving.began.file).parent
         steps = {one.began.number for one in before if Path(one.began.file).parent == folder}
         loads = any(Path(load.file).parent == folder for rank in start.facts for load in start.loads(rank))
-        if not saving.whole and len(steps) == 1 and (loads or f"{folder.name}/" in last_line(start)):
+        named = re.search(rf"(?<![\w-]){re.escape(folder.name)}(?![\w-])", last_line(start))
+        if not saving.whole and len(steps) == 1 and (loads or named):
             return folder.name
     return None
 

@@ -188,7 +188,7 @@ def test_a_start_that_loads_what_an_interrupted_save_has_left() -> None:
 
 def test_a_start_that_fails_at_a_folder_of_which_a_save_has_left_some_files() -> None:
     """Unless the folder holds saves of other steps, too. Then the error may have another cause."""
-    error = {0: "FileNotFoundError: No such file or directory: 'out/step_8/optimizer.bin'"}
+    error = {0: "ValueError: Can't find a valid checkpoint at out/step_8"}
     partial = save(8, "/run/out/step_8/model.safetensors", whole=False)
     failing = start(codes=1, output=error)
     assert causes(noticed(8, partial, codes=-9), failing) == [Cause.RESUMES_HALF_WRITTEN]
