@@ -27,6 +27,11 @@ PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
 #: Keys of a job definition that ``submit`` has an option for.
 JOB_OPTIONS: dict[str, Option] = {key: option for key, entry in KEYS.items() if (option := entry.mark(Option))}
 
+#: Those that say which nodes a job needs, and how Slurm queues it.
+OF_NODES = {"nodes", "spare_nodes", "gpus_per_node", "device", "constraint", "exclude", "nodelist", "mem"}
+OF_NODES |= {"cpus_per_task", "node_memory"}
+OF_QUEUE = {"time", "partition", "account", "qos"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``submit``. What follows ``--`` goes to the script."""
@@ -36,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
     add_job_arguments(parser)
-    run = parser.add_argument_group("run")
+    run = parser.add_argument_group("which run")
     run.add_argument(
         "--run-dir", metavar="DIR",
         help="the run directory. An existing one continues its run (default: a new one, $CLUSTERDDP_RUNS/NAME-N or "
@@ -54,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--take-over", action="store_true",
         help="continue a run whose last job or process ended on a machine or cluster that is unreachable from here",
     )  # fmt: skip
-    sweep = parser.add_argument_group("sweep")
+    sweep = parser.add_argument_group("many runs")
     sweep.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=V1,V2|KEY=0..4",
         help="start a run for each value of a key of the job definition or of an argument of the script. Repeat it to "
@@ -68,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--retry", action="append", default=[], choices=("failed", "cancelled"),
         help="also submit the members of a sweep that failed, or that were cancelled (repeatable)",
     )  # fmt: skip
-    submission = parser.add_argument_group("submission")
+    submission = parser.add_argument_group("print, wait or follow")
     submission.add_argument(
         "--dry-run", action="store_true", help="print the batch script without submitting or writing anything"
     )
@@ -84,19 +89,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--debug", nargs="?", type=int, const=0, metavar="RANK",
         help="connect a rank to this terminal for breakpoint(), while the others wait (default: 0)",
     )  # fmt: skip
-    local = parser.add_argument_group("without Slurm")
+    local = parser.add_argument_group("on this machine")
     local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that set keys of the job definition."""
-    job = parser.add_argument_group("job")
+    job, nodes, queue = map(parser.add_argument_group, ("settings", "which nodes", "how long, and in which queue"))
     for key, option in JOB_OPTIONS.items():
+        group = nodes if key in OF_NODES else queue if key in OF_QUEUE else job
         if option.sets is None:
-            job.add_argument(*option.flags, dest=key, metavar=option.metavar, help=option.help)
+            group.add_argument(*option.flags, dest=key, metavar=option.metavar, help=option.help)
         else:
-            job.add_argument(*option.flags, dest=key, action="store_const", const=option.sets, help=option.help)
-    job.add_argument(
+            group.add_argument(*option.flags, dest=key, action="store_const", const=option.sets, help=option.help)
+    nodes.add_argument(
         "--on", metavar="TARGET", help="use the values of a target, such as a kind of nodes, of the configuration files"
     )
     job.add_argument(

@@ -262,7 +262,8 @@ class Run:
         self._complete()
 
     def epochs(self, count: float) -> Iterator[Any]:
-        """``steps`` for ``count`` passes over the dataset. The last step is filled from the next epoch.
+        """Yields this rank's batch of each step, as ``steps`` does, for ``count`` passes over the dataset. The last
+        step is filled from the next epoch.
 
         Args:
             count: the number of epochs of the whole run. Need not be whole.

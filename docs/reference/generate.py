@@ -10,7 +10,8 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from clusterddp.jobdef.json_schema import job_schema
 from clusterddp.rundir import run_directory
 from clusterddp.trackers.registry import TRACKERS
 from docs.reference import python_api
-from docs.reference.examples import EXAMPLES
+from docs.reference.examples import EXAMPLES, KEYS
 from docs.reference.python_api import anchor, markdown
 
 FOLDER = Path(__file__).resolve().parent
@@ -156,8 +157,18 @@ def _rows(prefix: str, properties: Mapping[str, Any], defaults: Any) -> Iterator
         meaning = re.sub(r"None, in YAML `off`:", "`off`:", schema.get("description", ""))
         meaning = re.sub(r"\bNone: ", "Default: ", meaning.replace("; None: ", "; default: "))
         types = " or ".join(dict.fromkeys(_types(schema)))
-        yield f"| `{prefix}{key}` | {types} | {shown} | {_escaped(meaning)} |"
+        example = f" Example: `{_example(prefix + key, schema, default)}`."
+        yield f"| `{prefix}{key}` | {types} | {shown} | {_escaped(meaning + example)} |"
         yield from _rows(f"{prefix}{key}.", inner, default)
+
+
+def _example(name: str, schema: Mapping[str, Any], default: object) -> str:
+    """A value other than the default: in a file, or for a key inside another one, after --set."""
+    if name in KEYS:
+        value = KEYS[name]
+    else:  # of a switch or a choice
+        value = next(_yaml(value) for value in schema.get("enum", [True, False]) if value not in (default, None))
+    return f"--set {shlex.quote(f'{name}={value}')}" if "." in name else f"{name}: {value}"
 
 
 def _yaml(value: object) -> str:
@@ -191,6 +202,17 @@ def _types(schema: Mapping[str, Any]) -> Iterator[str]:
 
 # --- commands and modules
 
+#: The commands by what a user wants to know or do.
+COMMANDS = {
+    "Does my script survive, and what does this cluster do?": ["rehearse", "doctor"],
+    "How do I start, continue or try a run?": ["submit"],
+    "What do my runs do?": ["list", "status", "logs", "report", "wait"],
+    "How do I stop, save or move a run?": ["stop", "save", "drain", "requeue", "cancel"],
+    "Where does it hang?": ["stacks", "shell"],
+    "What do I do with checkpoints?": ["export", "prune"],
+    "Which settings apply?": ["config show", "config validate", "config presets", "config sites", "config schema"],
+}
+
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command; of one with actions, such as ``config show``, that of every action."""
@@ -218,9 +240,7 @@ def command_page() -> list[str]:
         "`clusterddp` and `python -m clusterddp` are the same program. [Exit codes](exit-codes.md) lists what a",
         "command returns, and [Job definition](job-definition.md) the keys for `--set`.",
         "",
-        "| command | |",
-        "|---|---|",
-        *(f"| [`{name}`](#{anchor(f'clusterddp {name}')}) | {summary} |" for name, (summary, _) in found.items()),
+        *(line for question, names in COMMANDS.items() for line in _commands_table(question, names, found)),
     ]
     for name, (summary, command) in found.items():
         usage = " ".join(command.format_usage().removeprefix("usage: ").split())
@@ -241,12 +261,22 @@ def command_page() -> list[str]:
     return lines
 
 
+def _commands_table(question: str, names: Sequence[str], of: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+    yield from (f"**{question}**", "", "| command | |", "|---|---|")
+    yield from (f"| [`{name}`](#{anchor(f'clusterddp {name}')}) | {of[name][0]} |" for name in names)
+    yield ""
+
+
 def _options(command: argparse.ArgumentParser) -> Iterator[str]:
-    actions = [action for action in command._actions if not isinstance(action, argparse._HelpAction)]
-    if actions:
-        yield from ("| argument | meaning |", "|---|---|")
-        yield from (f"| {_flags(action)} | {_escaped(action.help or '')} |" for action in actions)
-        yield ""
+    """A table for each group of options, below the group's name if it has one of its own."""
+    for group in command._action_groups:
+        actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+        if actions:
+            own = group.title not in ("positional arguments", "options", "optional arguments")
+            yield from (f"**{_capital(str(group.title))}**", "") if own else ()
+            yield from ("| argument | meaning |", "|---|---|")
+            yield from (f"| {_flags(action)} | {_escaped(action.help or '')} |" for action in actions)
+            yield ""
 
 
 def _flags(action: argparse.Action) -> str:

@@ -40,6 +40,12 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ("accelerate", "", ["integrations.accelerate.*"]),
 ]
 
+#: What most scripts use, in the order in which they use it.
+FIRST = [
+    *("init", "Context.wrap", "Context.loader", "Context.run", "Run.epochs", "Run.steps", "Run.every"),
+    *("Context.eval_loader", "Run.log", "Run.end_of_epoch"),
+]
+
 #: Returned by another class or function: users do not call the constructor.
 CONSTRUCTED = {"Context", "Sharded", "Run", "Loader", "EvalLoader", "Status", "RankEnvironment", "Stopped"}
 
@@ -308,6 +314,14 @@ def page() -> list[str]:
         "",
     ]
     sections = list(names())
+    lines += ["A script needs these first:", "", "| name | |", "|---|---|"]
+    by_key = {name.key: name for _, _, found in sections for one in found for name in (one, *one.members)}
+    for key in FIRST:
+        summary = markdown(" ".join(by_key[key].doc.split("\n\n")[0].split()))
+        lines.append(
+            f"| [`{by_key[key].title}`](#{anchor(by_key[key].title)}) | {summary.replace('|', chr(92) + '|')} |"
+        )
+    lines += ["", "All names:", ""]
     for title, _, found in sections:
         listed = ", ".join(f"[{name.key.rpartition('.')[2]}](#{anchor(name.title)})" for name in found)
         lines.append(f"- {title}: {listed}")

@@ -16,6 +16,7 @@ import clusterddp
 from clusterddp import errors
 from clusterddp.cli.command_line import parser, split_at_dashes
 from clusterddp.jobdef.job import KEYS
+from clusterddp.jobdef.load import load
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.registry import TRACKERS
 from docs.reference import generate as reference
@@ -128,6 +129,21 @@ def test_every_key_of_a_job_definition_has_a_type_and_a_meaning() -> None:
     assert not [name for name, kind, _, meaning in rows if not kind or not meaning]
 
 
+def test_every_key_has_an_example_that_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a key inside another one follows ``--set``."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    rows = re.findall(r"^\| `([\w.]+)` \|.*Example: `(.*?)`\. \|$", page("job-definition.md"), re.MULTILINE)
+    assert {name.split(".")[0] for name, _ in rows} == KEYS.keys()
+    for name, example in rows:
+        script = "" if name in ("script", "module") else "script: train.py\n"
+        Path("job.yaml").write_text(script if "." in name else f"{script}{example}\n")
+        overrides = dict(word.split("=", 1) for word in shlex.split(example)[1:] if "." in name)
+        needed = {"resume.checkpoint": "a.pt"} if name.startswith("resume.") else {}
+        needed |= {"gpus_per_node": "8"} if name == "gpus_per_rank" else {}
+        load("job.yaml", {**needed, **overrides})
+
+
 def test_the_page_of_the_run_directory_names_every_file_outside_private() -> None:
     run = RunDirectory("/run")
     names = [name for name, value in vars(RunDirectory).items() if type(value).__name__ == "_Below"]
@@ -144,6 +160,11 @@ def test_every_argument_of_a_command_has_a_help_text() -> None:
         if not action.help or action.help == argparse.SUPPRESS
     ]
     assert not missing, f"no help for {', '.join(missing)}"
+
+
+def test_every_command_answers_a_question_of_the_page() -> None:
+    shown = [name for names in reference.COMMANDS.values() for name in names]
+    assert sorted(shown) == sorted(reference.commands())
 
 
 def test_the_examples_of_the_commands_are_accepted() -> None:
