@@ -14,14 +14,15 @@
 # make docs          the documentation as a site with search, in build/docs/site; a dead link is an error
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code
-# make dist   wheel and sdist in dist/, and a run from the wheel in a clean environment
+# make dist   wheel and sdist in dist/, and a preempted run from the wheel in a clean environment; make dist-offline: the
+#             same, installed without a network from a folder of wheels (as root)
 # make coverage   `make test` with its lines counted, those of ranks and jobs too; build/coverage/html (COVERAGE=... some tests)
 # make gpu-check     what needs a GPU, in calls of nine minutes; again: the cases that are
 #                    left; GPU_CHECK=options; make gpu-check-stand-in: all of it at small sizes on pretend devices
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and slow tests whose main point other tests cover
-# make test-browser  the page of `clusterddp report` in Chromium (as root on Debian or Ubuntu, it is installed), with axe;
-#                    SCREENSHOTS=FOLDER keeps pictures
+# make test-browser  the page of `clusterddp report` in Chromium (as root on Debian or Ubuntu, it is installed), with axe,
+#                    and what users look for, by the site's own search in node; SCREENSHOTS=FOLDER keeps pictures
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random;
 #               CHAOS="-k fork-then-sys-exit --seed 1" are pytest's arguments
 # make simulate      histories of the protocol in a simulated world, by its own code: SIMULATE="--histories 100000 --seed 7",
@@ -48,7 +49,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos rehearsals simulate soak soak-booking bench lint pictures reference completion docs dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos rehearsals simulate soak soak-booking bench lint pictures reference completion docs dist dist-offline coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -122,7 +123,8 @@ test-product: .venv/integrations slurm
 
 .venv/browser: .venv/ready .venv/docs
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'
-	@command -v chromium google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	@{ command -v node && command -v chromium || command -v google-chrome; } >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium nodejs >/dev/null; }
 	@touch $@
 
 test-browser: .venv/browser
@@ -189,6 +191,10 @@ dist: .venv/ready
 	build/dist-tools/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt build
 	build/dist-tools/bin/python -m build --outdir dist . >build/dist-tools/log || { cat build/dist-tools/log; exit 1; }
 	.venv/bin/python -m tests.dist dist
+
+dist-offline: dist
+	$(PIP) download -c constraints.txt $(INDEX) -d build/wheels dist/*.whl
+	unshare --net sh -c 'ip link set lo up && exec "$$@"' sh .venv/bin/python -m tests.dist dist build/wheels
 
 .venv/coverage: .venv/ready
 	$(PIP) install -c constraints.txt coverage

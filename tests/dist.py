@@ -1,11 +1,15 @@
-"""``python -m tests.dist FOLDER``: the wheel in FOLDER, installed in an environment of its own, outside the checkout.
+"""``python -m tests.dist FOLDER [WHEELS]``: the wheel in FOLDER, installed in an environment of its own, outside the
+checkout, and a run that is preempted.
 
-The environment takes what the wheel depends on from the one that runs this: torch is not installed twice.
+The environment takes what the wheel depends on from the one that runs this: torch is not installed twice. With WHEELS,
+it is installed from this folder alone, in a process that reaches no network.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +17,8 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+
+from clusterddp.protocol import PREEMPT
 
 #: Files that are no modules and must be there.
 DATA = (
@@ -26,15 +32,16 @@ DATA = (
 COMPLETIONS = ("share/bash-completion/completions/clusterddp", "share/zsh/site-functions/_clusterddp")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, wheels: Path | None = None) -> None:
     """Raises where the wheel lacks something, or a command fails."""
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     check_contents(wheel, sdist)
     with tempfile.TemporaryDirectory(prefix="clusterddp-dist-") as name:
         place = Path(name)
-        python = make_environment(place / "venv", wheel)
+        python = install_offline(place / "venv", wheels) if wheels else make_environment(place / "venv", wheel)
         check_runs(python, place, wheel)
-    print(f"{wheel.name} and {sdist.name}: contents, dry run and local run are good")
+    how = " without a network" if wheels else ""
+    print(f"{wheel.name} and {sdist.name}: contents, dry run and a preempted local run are good{how}")
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
@@ -78,11 +85,23 @@ def make_environment(folder: Path, wheel: Path) -> Path:
     return python
 
 
+def install_offline(folder: Path, wheels: Path) -> Path:
+    """A virtual environment with what the README's offline installation puts into it. Returns its interpreter."""
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    assert not others, f"the network interfaces {others} are reachable. Start this with unshare --net"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    subprocess.run([sys.executable, "-m", "venv", folder], env=environment, check=True)
+    python = folder / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels), "clusterddp"]
+    subprocess.run(install, env=environment, check=True)
+    return python
+
+
 def check_runs(python: Path, place: Path, wheel: Path) -> None:
     """The command line of the installed wheel, in a folder that is no checkout."""
-    import os
-
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM_"))}
+    environment[PREEMPT] = "[10]"
     command = [str(python.with_name("clusterddp")), "submit", "--device", "cpu", "--nodes", "1", "--gpus", "2"]
 
     def output(*words: str | Path) -> str:
@@ -98,8 +117,8 @@ def check_runs(python: Path, place: Path, wheel: Path) -> None:
     assert "#SBATCH --ntasks-per-node=2" in output(*command, "--dry-run")
     output(*command, "--local", "--", "--steps", "20")
     outcome = json.loads((place / "runs" / "digits-0" / "outcome.json").read_text())
-    assert (outcome["state"], outcome["step"]) == ("completed", 20), outcome
+    assert (outcome["state"], outcome["step"], outcome["attempts"]) == ("completed", 20, 2), outcome
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -139,6 +139,10 @@ def test_the_readme_is_short_and_installs_the_present_version() -> None:
     assert wheels and {*wheels} == {clusterddp.__version__}
 
 
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {clusterddp.__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_comments_stand_above_their_command(page: Path) -> None:
     """At the end of a long line, a reader would have to scroll for them."""
