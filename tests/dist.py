@@ -115,9 +115,9 @@ def check_runs(python: Path, place: Path, wheel: Path) -> None:
     missing = [name for name in COMPLETIONS if not (place / "venv" / name).is_file()]
     assert not missing, f"missing: {missing}"
     assert "#SBATCH --ntasks-per-node=2" in output(*command, "--dry-run")
-    output(*command, "--local", "--", "--steps", "20")
+    output(*command, "--local", "--", "--steps", "400")
     outcome = json.loads((place / "runs" / "digits-0" / "outcome.json").read_text())
-    assert (outcome["state"], outcome["step"], outcome["attempts"]) == ("completed", 20, 2), outcome
+    assert (outcome["state"], outcome["step"], outcome["attempts"]) == ("completed", 400, 2), outcome
 
 
 if __name__ == "__main__":

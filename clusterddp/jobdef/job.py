@@ -208,8 +208,8 @@ class Job:
     None: detect it in the source (a function decorated with ``@hydra.main``)."""
     args: Annotated[tuple[str, ...], Placeholders(), kinds.ONE_SCRIPT] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
-    ``{local_rank}``, ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``. ``{{run_dir}}`` is the
-    literal text."""
+    ``{local_rank}``, ``{nodes}``, ``{master_addr}``, ``{master_port}``, ``{checkpoint}`` and ``{checkpoint_number}``.
+    ``{{run_dir}}`` is the literal text."""
     resume: Annotated[
         Resume | None,
         kinds.OfScript(Resume),
