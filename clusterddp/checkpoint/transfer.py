@@ -36,7 +36,7 @@ def unpacked(content: Content) -> Any:
         return unpack(content.state, tensors, mark=True)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
-            f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
+            f"the state in the checkpoint of step {content.facts.get('step', '?')} does not match its tensors "
             f"({error!r:.200}). Another program wrote the file"
         ) from error
 

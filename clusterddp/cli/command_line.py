@@ -64,8 +64,8 @@ DESCRIPTIONS = {
     "metrics, checkpoints, failures, and the commands to continue it. For several runs or a sweep, rank "
     "them and plot their metric against each parameter. Print the name of the file.",
     "wait": (
-        "Wait until all runs are over, or stopped until you submit them again. Only with --resubmit, change them. "
-        "Ctrl-C stops this command, not the runs. "
+        "Wait until all runs are over, or stopped until you submit them again. Without --resubmit, this changes no "
+        "run. Ctrl-C stops this command, not the runs. "
         "The exit code is 0 if all completed. Otherwise, the worst outcome decides: 10 failed, 11 cancelled, 12 "
         "stopped, 13 unknown, 14 unconfirmed. It is 124 after the timeout."
     ),
@@ -87,11 +87,11 @@ DESCRIPTIONS = {
     "over. Keep the newest checkpoint and the one with the best metric. Print first what would be deleted and ask, "
     "unless --yes is given.",
     "rehearse": "Find out whether a script survives preemptions, under clusterddp or by its own means. Start it "
-    "several times on this machine, send it the notice of a preemption where that hurts, and compare the result with "
-    "that of an undisturbed run. Each start has at most --steps steps. The script runs in a copy of its repository or "
-    "folder, and needs no change. With -p, a small job also tests what a preemption does in a partition, for which no "
-    "script is needed. The exit code is 0 if the script survives, 3 if the rehearsal found a fault, and 4 if it found "
-    "none but two undisturbed runs differ.",
+    "several times on this machine, send it the notice of a preemption at bad moments, such as in a save, and compare "
+    "the result with that of an undisturbed run. Each start has at most --steps steps. The script runs in a copy of "
+    "its repository or folder, and needs no change. With -p, a small job also tests what a preemption does in a "
+    "partition, for which no script is needed. The exit code is 0 if the script survives, 3 if the rehearsal found a "
+    "fault, and 4 if it found none but two undisturbed runs differ.",
     "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "
     "If lost nodes ended jobs of the runs in that folder, also show what spare nodes would have saved. "
     "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed. "
