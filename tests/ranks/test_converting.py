@@ -43,36 +43,39 @@ def printed(folder: Path) -> list[str]:
 
 @pytest.mark.product
 def test_the_first_run_ends_as_the_page_shows(tmp_path: Path) -> None:
+    _, shown = output_on_page(GUIDE / "first-run.md", "train.py")
     done = submit(tmp_path / "first", block("first-run.md", "import torch"))
     assert printed(tmp_path / "first") == ["done after 600 steps"]
-    shown = re.search(
-        r"600 steps, preempted after step 120:\n(.*?)```", (GUIDE / "first-run.md").read_text(), re.DOTALL
-    )
-    assert shown is not None
-    # Process, host and folder differ from run to run, and a busy machine may add lines.
-    expected, said = (re.sub(r"\d+|\(.*|/.*", "#", text).splitlines() for text in (shown[1], done.stderr))
-    assert [line for line in said if line in expected] == expected
+    assert in_common(done, shown) == shown
 
 
 @pytest.mark.product  # test_untouched.py has other scripts that are not changed
 def test_the_torchrun_script_is_preempted_and_continues_as_the_readme_shows(tmp_path: Path) -> None:
-    shown = re.search(
-        r"^\$ clusterddp submit main.py .*?(--set.*?)\n(.*?)```", README.read_text(), re.DOTALL | re.MULTILINE
-    )
-    assert shown is not None
+    options, shown = output_on_page(README, "main.py")
     with preempting("epoch 4"):
-        done = submit(tmp_path / "plain", block("converting.md", "# before"), *shown[1].split())
-    said = [without_numbers(line) for line in (done.stdout + done.stderr).splitlines()]
-    expected = [without_numbers(line) for line in shown[2].splitlines() if line != "..."]
-    assert len(expected) > 5 and [line for line in said if line in expected and "epoch" not in line] == [
-        line for line in expected if "epoch" not in line
-    ]
+        done = submit(tmp_path / "plain", block("converting.md", "# before"), *options)
+    assert in_common(done, shown) == shown
     assert [line.partition(":")[0] for line in printed(tmp_path / "plain")] == [f"epoch {n}" for n in range(10)]
 
 
-def without_numbers(line: str) -> str:
+def output_on_page(page: Path, script: str) -> tuple[list[str], list[str]]:
+    """The options after the number of GPUs of the command that submits the script, and the lines of its output."""
+    found = re.search(rf"^\$ clusterddp submit {script} .*--gpus 2(.*)\n([^$]*?)```", page.read_text(), re.MULTILINE)
+    assert found is not None
+    lines = [neutral(line) for line in found[2].splitlines() if line != "..."]
+    assert len(lines) > 4
+    return found[1].split(), lines
+
+
+def in_common(done: subprocess.CompletedProcess[str], shown: list[str]) -> list[str]:
+    """The lines of the output that the page shows, too. A busy machine may add lines."""
+    lines = map(neutral, [*done.stderr.splitlines(), *done.stdout.splitlines()])
+    return sorted((line for line in lines if line in shown), key=shown.index)
+
+
+def neutral(line: str) -> str:
     """Losses, processes, hosts and folders differ from run to run."""
-    return re.sub(r"\d+\.\d+|/\S*/|\(process.*", "#", line)
+    return re.sub(r"\d+\.\d+|/\S*/\S*|\(process.*|^\w+(?=: 1 node)", "#", line)
 
 
 @pytest.mark.parametrize("epochs", [3, pytest.param(20, marks=pytest.mark.product)])
