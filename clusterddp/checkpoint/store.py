@@ -281,9 +281,10 @@ def choose(directory: RunDirectory, step: int | Literal["best"] | None, keep: Ke
         try:
             checkpoint.verify()
             return checkpoint
-        except CheckpointError:
+        except CheckpointError as error:
             if step is not None or checkpoint is wanted[-1]:
                 raise
+            say(f"{error}. Trying the previous checkpoint")
     if not found:
         raise CheckpointError(f"{directory} has no checkpoint")
     steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found))

@@ -115,8 +115,10 @@ def test_export_needs_neither_torch_nor_memory_for_a_whole_tensor(directory: Run
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "changed", "foreign", "newer manifest"])
-def test_a_damaged_checkpoint_is_not_exported(directory: RunDirectory, tmp_path: Path, damage: str) -> None:
-    """The one before is, if no step was given."""
+def test_a_damaged_checkpoint_is_not_exported(
+    directory: RunDirectory, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one before is, with a message, if no step was given."""
     older = sharded(directory, 3)
     newest = save_sharded(directory, 0, 6, state(6), DIMS, RANKS)
     file = newest.path / rank_file(1)
@@ -138,6 +140,7 @@ def test_a_damaged_checkpoint_is_not_exported(directory: RunDirectory, tmp_path:
         export(directory, tmp_path / "a.safetensors", step=6)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert "checkpoint 3" in export(directory, tmp_path / "a.safetensors")
+    assert "is damaged" in capsys.readouterr().err
     assert equal(load_file(tmp_path / "a.safetensors"), 3)
 
 
