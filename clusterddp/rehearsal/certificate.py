@@ -191,7 +191,7 @@ def page(subject: Subject, rehearsal: Rehearsal, observed: Observed | None = Non
 
 
 def not_repeatable(step: int) -> str:
-    """Says so, and what was not compared."""
+    """The answer to whether the script is repeatable, if two undisturbed runs differ in this step."""
     return f"no: two undisturbed runs differ in step {step}, so weights and losses were not compared"
 
 

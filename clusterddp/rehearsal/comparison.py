@@ -46,6 +46,8 @@ class Ledger:
         renamed = [one.source for rank in undisturbed.facts for one in undisturbed.renames(rank)]
         self._temporary = {_shape(file) for file in renamed if file not in undisturbed.files}
         self._holds: dict[str, Checkpoint] = {}
+        #: The newest whole checkpoint that a script has deleted.
+        self._deleted: Checkpoint | None = None
 
     def add(self, start: Start) -> None:
         """Takes over the saves and renames of rank 0, or of the lowest rank that saves."""
@@ -63,20 +65,40 @@ class Ledger:
                 self._holds[fact.file] = Checkpoint(fact.file, number, False, before is not None and before.whole)
             elif isinstance(fact, Saved) and not fact.error and (held := self._holds.get(fact.file)):
                 self._holds[fact.file] = Checkpoint(held.file, held.number, True)
-            elif isinstance(fact, Renamed) and (held := self._holds.get(fact.source)):
-                self._holds[fact.target] = Checkpoint(fact.target, held.number, held.whole)
+            elif isinstance(fact, Renamed):
+                self._rename(fact)
         for file in [file for file in self._holds if file not in start.files]:
-            del self._holds[file]
+            held = self._holds.pop(file)
+            if self._counts(held) and (self._deleted is None or held.number > self._deleted.number):
+                self._deleted = held
+
+    def _rename(self, fact: Renamed) -> None:
+        """A file, or a folder with the files in it, gets another name."""
+        for file, held in list(self._holds.items()):
+            if file == fact.source or file.startswith(f"{fact.source}/"):
+                target = fact.target + file.removeprefix(fact.source)
+                self._holds[target] = Checkpoint(target, held.number, held.whole)
 
     def held(self, file: str) -> Checkpoint | None:
         """What a file holds, if this run has written it."""
         return self._holds.get(file)
 
     def newest(self) -> Checkpoint | None:
-        """The whole one after the most steps. Copies of the best one do not count."""
-        named = [one for one in self._holds.values() if _shape(one.file) not in self._temporary]
-        whole = [one for one in named if one.whole and "best" not in Path(one.file).name]
+        """The whole one after the most steps. A file beside one of the same save that is not whole does not count."""
+        torn = {(Path(one.file).parent, one.number) for one in self._holds.values() if not one.whole}
+        whole = [one for one in self._holds.values() if self._counts(one)]
+        whole = [one for one in whole if (Path(one.file).parent, one.number) not in torn]
         return max(whole, key=lambda one: one.number, default=None)
+
+    def deleted(self) -> Checkpoint | None:
+        """A whole checkpoint that a script has deleted, although none that is as new is left."""
+        newest = self.newest()
+        return self._deleted if self._deleted and (not newest or newest.number < self._deleted.number) else None
+
+    def _counts(self, held: Checkpoint) -> bool:
+        """Whether a start could continue from it. Copies of the best one do not count."""
+        is_temporary = any(_shape(part) in self._temporary for part in Path(held.file).parts)
+        return held.whole and not is_temporary and "best" not in Path(held.file).name
 
 
 @dataclass(frozen=True)
@@ -85,7 +107,8 @@ class Resume:
 
     ``done``: the steps done before. ``at``: those that precede its first step, None if it made none, or its weights
     are unknown. ``loaded``: what it loaded last, before its first step. ``held``: what that file held. ``newest``: the
-    newest whole checkpoint when it began.
+    newest whole checkpoint when it began. ``deleted``: a newer one that the script has deleted before. ``mixed``: a
+    file that it loaded, and an older one that is always saved together with it.
     """
 
     index: int
@@ -95,6 +118,8 @@ class Resume:
     loaded: Loaded | None
     held: Checkpoint | None
     newest: Checkpoint | None
+    deleted: Checkpoint | None = None
+    mixed: tuple[Checkpoint, Checkpoint] | None = None
 
     @property
     def repeated(self) -> int | None:
@@ -111,11 +136,25 @@ def resumes(undisturbed: Start, trial: Trial) -> list[Resume]:
             loaded = _loaded(start, ledger)
             at = steps[0].number if steps else None
             held = ledger.held(loaded.file) if loaded else None
-            found.append(Resume(index, done, at, bool(steps), loaded, held, ledger.newest()))
+            mixed = _mixed(undisturbed, [one for load in start.loads() if (one := ledger.held(load.file))])
+            found.append(Resume(index, done, at, bool(steps), loaded, held, ledger.newest(), ledger.deleted(), mixed))
         ledger.add(start)
         numbers = [made.number for made in steps if made.number is not None]
         done = max(numbers) + 1 if numbers else done
     return found
+
+
+def _mixed(undisturbed: Start, loaded: Sequence[Checkpoint]) -> tuple[Checkpoint, Checkpoint] | None:
+    """Two of these files that are of different steps, although the undisturbed run saves both after the same steps."""
+    saved: dict[str, set[int]] = {}
+    final = {one.source: one.target for one in undisturbed.renames()}
+    for began in undisturbed.of(SaveBegan):
+        saved.setdefault(_shape(final.get(began.file, began.file)), set()).add(began.local)
+    newest = max(loaded, key=lambda one: one.number, default=None)
+    for one in loaded:
+        if newest and one.number < newest.number and saved.get(_shape(one.file)) == saved.get(_shape(newest.file)):
+            return newest, one
+    return None
 
 
 def _loaded(start: Start, ledger: Ledger) -> Loaded | None:
@@ -250,6 +289,12 @@ def unlike(was: States, now: States, *, steady: States | None) -> Iterator[Unlik
         other = now.variables.get(name, value)
         if other != value and (not steady or steady.variables.get(name) == value):
             yield Unlike(name, "value", name, value, other)
+
+
+def unlike_at(undisturbed: Undisturbed, start: Start, number: int) -> list[Unlike]:
+    """The script's objects and values that differ before the step with this number."""
+    was, now = states_at(undisturbed.start, number), states_at(start, number)
+    return list(unlike(was, now, steady=states_at(undisturbed.other.last, number))) if was and now else []
 
 
 def _is_steady(was: States, again: States, now: States, key: str) -> bool:

@@ -122,6 +122,7 @@ class Conductor(ABC):
             supervised=self.is_supervised,
             last_number=plan.baseline.last_number,
             delay_s=stimulus.delay_s,
+            skipped_saves=stimulus.skipped_saves,
             known=known,
         )
 

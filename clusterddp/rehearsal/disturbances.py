@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from clusterddp.rehearsal.comparison import epoch_starts
@@ -90,7 +91,8 @@ _LEAST_NOTICE_S, _SHARE = 0.02, 0.5
 class Script:
     """What the undisturbed run shows: after how many steps it saves, evaluates and ends an epoch, how long a save
     takes, and whether the rehearsal has cut it off. ``stretch``: the steps before its longest stretch without any, and
-    the seconds of that stretch, if it is notable. ``signals``: those that a function of any rank handles."""
+    the seconds of that stretch, if it is notable. ``signals``: those that a function of any rank handles.
+    ``files``: how many files rank 0 saves after so many steps, where there are several."""
 
     steps: int
     saves: Sequence[int]
@@ -101,6 +103,7 @@ class Script:
     cut: bool
     stretch: tuple[int, float] | None = None
     signals: Collection[int] = ()
+    files: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, start: Start, again: Start | None = None) -> Script:
@@ -119,6 +122,7 @@ class Script:
             start.is_cut,
             _longest_stretch(start, again or start),
             {one.signal for rank in start.facts for one in start.handlers(rank) if one.is_function},
+            {after: n for after, n in Counter(one.local for one in start.of(SaveBegan)).items() if n > 1},
         )
 
     def why_not(self, disturbance: Disturbance) -> str | None:
@@ -140,6 +144,15 @@ class Script:
 
     def _last_save(self) -> list[int]:
         return [number for number in self.saves if 0 < number < self.steps]
+
+    def stimuli(self, disturbance: Disturbance, notice_s: float) -> list[Stimulus]:
+        """How this disturbance takes place, alone, one per start. Of a checkpoint with several files, the first and
+        the last one are interrupted."""
+        first = self.stimulus(disturbance, notice_s)
+        files = self.files.get(first.after, 1)
+        if disturbance is Disturbance.KILL and first.place is Place.SAVE and files > 1:
+            return [first, replace(first, skipped_saves=files - 1)]
+        return [first]
 
     def stimulus(self, disturbance: Disturbance, notice_s: float) -> Stimulus:
         """Where and how this disturbance takes place, alone."""

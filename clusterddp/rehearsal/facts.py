@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clusterddp import codec
 
-#: What a rank says to the rehearsal, behind the number of its attempt.
+#: What a rank sends to the rehearsal, after the number of its attempt.
 AT_PLACE, CUT_OFF = "at-place", "cut-off"
 
 
@@ -45,12 +45,13 @@ class Orders:
     """What the ranks of one start do beside their work.
 
     ``facts``: the file that a rank writes to, with its ``{rank}`` and its ``{attempt}``.
-    ``socket``: where rank 0 says that it is at the ``place``, not before ``after`` steps of the whole run are done.
+    ``socket``: where rank 0 reports that it is at the ``place``, not before ``after`` steps of the whole run are done.
     ``steps``: the most steps of a start. ``last``: the weights before the last step of the undisturbed run, after which
     the start ends with ``cut``, as that run was cut off there. ``supervised``: clusterddp would start a rank again that
-    ends there, so each says that it is cut off, and waits for its end. ``last_number``: of that last step, where runs
-    differ and its weights do not tell. A start that loads nothing then begins at step 0. ``delay_s``: from the step
-    before a stretch to the disturbance.
+    ends there, so each reports that it is cut off, and waits until it is ended. ``last_number``: the number of that
+    last step, for a script whose runs differ, so that its weights do not identify it. A start that loads nothing then
+    begins at step 0. ``delay_s``: from the step before a stretch to the disturbance. ``skipped_saves``: the files that
+    are saved at the place before the one in whose save the disturbance comes.
     ``known``: how many steps precede the step that begins with these weights. ``full_disk``: the first save at that
     place fails. ``toggle_workers``: loaders get two workers in place of none, and none in place of some.
     """
@@ -67,6 +68,7 @@ class Orders:
     supervised: bool = False
     last_number: int | None = None
     delay_s: float = 0.0
+    skipped_saves: int = 0
     known: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -80,13 +82,13 @@ class Orders:
 
     @classmethod
     def of_attempt(cls, file: Path, attempt: int) -> Orders:
-        """Those of an attempt: in a file of its own beside ``file``, or else in ``file``."""
+        """The orders of this attempt: its own file beside ``file`` if there is one, else ``file``."""
         own = file_of_attempt(file, attempt)
         return cls.from_json((own if own.exists() else file).read_text())
 
 
 def file_of_attempt(file: Path, attempt: int) -> Path:
-    """Where the orders of this attempt alone are, beside those of all others."""
+    """The file with the orders of this attempt alone."""
     return file.with_stem(f"{file.stem}-{attempt}")
 
 
@@ -101,7 +103,8 @@ class Began:
 @dataclass(frozen=True)
 class HandlerSet:
     """The script, or a library, has called ``signal.signal``. ``seconds``: since this rank began. ``what``:
-    ``default``, ``ignore`` or the name of a function, which is in ``function_file`` from ``function_line`` on."""
+    ``default``, ``ignore`` or the name of a function, which is in ``function_file`` from ``function_line`` on.
+    ``raises``: whether that function has a ``raise``."""
 
     signal: int
     what: str
@@ -111,6 +114,7 @@ class HandlerSet:
     seconds: float
     function_file: str = ""
     function_line: int = 0
+    raises: bool = False
 
     @property
     def is_function(self) -> bool:
@@ -145,7 +149,8 @@ class States:
     """The script's own objects and values on rank 0 before step ``local``, by their names in the script.
 
     ``objects``: digests of what has a state, by the object's name and the name in it. ``kinds``: what each object is.
-    ``given``: the names of those that ``ctx.run()`` got. None without such a call.
+    ``given``: the names of those that ``ctx.run()`` got. None without such a call. ``generators``: digests of the
+    states of torch's, NumPy's and Python's own generators.
     """
 
     local: int
@@ -153,6 +158,7 @@ class States:
     variables: Mapping[str, str]
     kinds: Mapping[str, str]
     given: tuple[str, ...] | None = None
+    generators: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,6 +216,28 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Unmatched:
+    """``load_state_dict(strict=False)`` of a module has left out parameters. ``missing``: how many of its ``total``
+    values. ``key``: the first of these. ``line``: of the script."""
+
+    missing: int
+    total: int
+    key: str
+    script: str
+    line: int
+
+
+@dataclass(frozen=True)
+class ThreadEnded:
+    """A daemon thread of the script was still running at the end of the process, which ends it. ``line``: of its
+    function."""
+
+    name: str
+    script: str
+    line: int
+
+
+@dataclass(frozen=True)
 class Reached:
     """This rank is at the place of the orders."""
 
@@ -227,7 +255,20 @@ class Cut:
 
 
 Fact = (
-    Began | HandlerSet | StepMade | States | Logged | Evaluated | SaveBegan | Saved | Renamed | Loaded | Reached | Cut
+    Began
+    | HandlerSet
+    | StepMade
+    | States
+    | Logged
+    | Evaluated
+    | SaveBegan
+    | Saved
+    | Renamed
+    | Loaded
+    | Unmatched
+    | ThreadEnded
+    | Reached
+    | Cut
 )
 _KINDS = codec.by_name(Fact)
 

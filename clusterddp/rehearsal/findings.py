@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from clusterddp.failures.stack_traces import FRAME, is_library
 from clusterddp.rehearsal import comparison
 from clusterddp.rehearsal.causes import Cause, Finding, Rank
 from clusterddp.rehearsal.comparison import Result, Resume
-from clusterddp.rehearsal.facts import Evaluated, HandlerSet, Place, SaveBegan
-from clusterddp.rehearsal.resume_findings import last_line, of_resume
+from clusterddp.rehearsal.facts import Evaluated, HandlerSet, Place, SaveBegan, Saved, StepMade, ThreadEnded
+from clusterddp.rehearsal.resume_findings import begun_again, last_line, of_resume
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
 from clusterddp.reporter import counted
 
@@ -22,7 +22,7 @@ def diagnose(undisturbed: Undisturbed, trial: Trial) -> list[Finding]:
     """The faults that one disturbed run shows, the worst first."""
     found = list(_found(undisturbed, trial))
     if not found and comparison.result_of(undisturbed, trial) is Result.DIFFERS:
-        found = [Finding(Cause.STATE_NOT_RESTORED, "the final weights differ from those of the undisturbed run")]
+        found = [Finding(Cause.STATE_NOT_RESTORED, _of_result(undisturbed, trial))]
     if not found and trial.last.completed is False and not trial.last.is_cut:
         made = counted(len({step.number for start in trial.starts for step in start.steps()}), "step")
         text = f"the run ends after {made}, and is not completed: {last_line(trial.last)}"
@@ -33,6 +33,28 @@ def diagnose(undisturbed: Undisturbed, trial: Trial) -> list[Finding]:
     unique = {finding.cause: finding for finding in reversed(found)}
     order = list(Cause)
     return sorted(unique.values(), key=lambda one: order.index(one.cause))
+
+
+def _of_result(undisturbed: Undisturbed, trial: Trial) -> str:
+    """Another result of a run whose restarts have shown no difference at once, as when it trains longer."""
+    text = "the final weights differ from those of the undisturbed run"
+    numbers = [made.number for start in trial.starts for made in start.steps() if made.number is not None]
+    made, total = max(numbers, default=-1) + 1, len(undisturbed.start.steps())
+    if made != total:
+        text = f"the run ends after {counted(made, 'step')} instead of {total}"
+    for resume in comparison.resumes(undisturbed.start, trial):
+        if (
+            resume.at is None
+            or (
+                again := begun_again(
+                    undisturbed.start, comparison.unlike_at(undisturbed, trial.starts[resume.index], resume.at)
+                )
+            )
+            is None
+        ):
+            continue
+        return f"{text}. {again}"
+    return text
 
 
 def _found(undisturbed: Undisturbed, trial: Trial) -> Iterator[Finding]:
@@ -78,6 +100,13 @@ def _of_notice(
     numbers = [made.number for made in start.steps() if made.number is not None]
     finished = bool(numbers) and numbers[-1] + 1 >= total
     if following is None:
+        if finished and (ignored := _ignored(start)):
+            handlers = _handlers(start, 0, trial.notice)
+            text = (
+                f"the script continues for {counted(ignored, 'step')} after a notice in {_phase(start)}, to its end. "
+            )
+            text += "A longer training is killed before it saves"
+            yield Finding(Cause.FLAG_NOT_CHECKED, *_swallowed(handlers, text))
         if start.is_done and not start.requeued and not start.is_cut and not finished:
             at = f" after {counted(numbers[-1] + 1, 'step')} of {total}" if numbers else " before the first step"
             yield Finding(
@@ -91,6 +120,37 @@ def _of_notice(
     if finished or saved or stimulus.too_short or repeats == 0 or following.done == 0 or not following.stepped:
         return
     yield _why_not_saved(undisturbed, trial, index, repeats)
+
+
+#: A script that takes notice of a signal stops within fewer steps after it.
+_IGNORED_STEPS = 5
+
+
+def _ignored(start: Start) -> int:
+    """How many steps rank 0 has made after its notice, if it has passed the end of an epoch or a save in these, where
+    a script could have looked at a flag. Else 0."""
+    if start.reached is None:
+        return 0
+    facts = list(start.facts[0])
+    later = facts[facts.index(start.reached) + 1 :]
+    made = [one for one in later if isinstance(one, StepMade)]
+    steps = passed = 0
+    for fact in later:
+        if isinstance(fact, StepMade):
+            steps += 1
+            passed += bool(passed or fact.epoch_begins)
+        elif isinstance(fact, Saved):
+            passed = passed or 1
+    return len(made) if len(made) >= _IGNORED_STEPS and passed > 2 else 0
+
+
+def _swallowed(handlers: Sequence[HandlerSet], text: str) -> tuple[str, str | None, int | None]:
+    """This text, and the place of the handler, if its exception is caught by the script."""
+    last = handlers[-1] if handlers else None
+    if last is None or not last.raises:
+        return text, None, None
+    text = f"the handler {last.what} raises an exception, which the script catches, as with `except Exception`: {text}"
+    return text, last.function_file or None, last.function_line or None
 
 
 def _why_not_saved(undisturbed: Undisturbed, trial: Trial, index: int, repeats: int) -> Finding:
@@ -149,7 +209,18 @@ def _why_not_saved(undisturbed: Undisturbed, trial: Trial, index: int, repeats: 
                 *saving,
             )
         detail = f"after a notice in {_phase(start)}, the script continues until it is killed. {lost}"
-        return Finding(Cause.FLAG_NOT_CHECKED, detail, *_script_line(start))
+        text, file, line = _swallowed(handlers.get(0, ()), detail)
+        return Finding(Cause.FLAG_NOT_CHECKED, text, *((file, line) if file else _script_line(start)))
+    for rank in start.facts:
+        if torn := next((one.began for one in start.saves() if one.rank == rank and one.ended is None), None):
+            text = f"the script exits before its save to {Path(torn.file).name} is complete. {lost}"
+            return Finding(Cause.NOT_SAVED_AT_NOTICE, text, torn.script or None, torn.line or None)
+        if thread := next(iter(start.of(ThreadEnded, rank)), None):
+            text = (
+                f"the script exits without waiting for its thread in {thread.name}. What the thread has not saved yet "
+                f"is lost. {lost}"
+            )
+            return Finding(Cause.NOT_SAVED_AT_NOTICE, text, thread.script, thread.line)
     return Finding(
         Cause.NOT_SAVED_AT_NOTICE, f"the script handles {trial.notice.name}, but ends without a save. {lost}"
     )

@@ -1,14 +1,17 @@
 """Observes the script in a rank of a rehearsal, and lets the rank be disturbed at the place of the orders.
 
 Steps, losses, samples, saves, loads and evaluations are seen where torch is called, so the script needs no change. A
-rank that has reached its place says so and waits: the notice is then sent while it is there.
+rank that has reached its place reports that and waits, so that the notice is sent while it is there.
 """
 
 from __future__ import annotations
 
+import atexit
+import dis
 import functools
 import os
 import pickle
+import random
 import resource
 import signal
 import socket
@@ -42,6 +45,8 @@ from clusterddp.rehearsal.facts import (
     Saved,
     States,
     StepMade,
+    ThreadEnded,
+    Unmatched,
     read_facts,
     to_line,
     weights_in,
@@ -62,6 +67,8 @@ def begin(orders: Orders, rank: int, attempt: int) -> Observer:
     observer.watch_handlers()
     observer.watch_renames()
     observer.watch_pickle()
+    observer.watch_threads()
+    atexit.register(observer.report_threads)
     when_imported("safetensors.torch", observer.watch_safetensors)
     when_imported("torch", observer.watch_torch)
     return observer
@@ -75,7 +82,7 @@ class Observer:
         facts = orders.facts.format(rank=rank, attempt=attempt)
         self._file = os.open(facts, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._began = time.monotonic()
-        self._active, self._pending = True, orders.place
+        self._active, self._pending, self._skipped_saves = True, orders.place, orders.skipped_saves
         #: Steps of this start, and of the whole run, which is None if unknown.
         self._local, self._number = 0, None if orders.known else 0
         self._optimizer: Any = None
@@ -96,6 +103,10 @@ class Observer:
         self.loop_modules: list[Any] = []
         self._saves = self._saving = 0
         self._was_full = False
+        #: What was saved and loaded last. A script's variable may still hold it, and it is no state of the training.
+        self._contents: deque[Any] = deque(maxlen=4)
+        #: In a thread of a pool, how many steps were done when it got its task.
+        self._handed_over = threading.local()
         self._saved_at: int | None = None
         self._evaluating = self._switching = self._loaded = False
 
@@ -123,18 +134,21 @@ class Observer:
         """Lets this rank be disturbed if this is its place."""
         if not self._active or self.rank != 0 or self._pending is not place or self._is_early():
             return
+        if place is Place.SAVE and self._skipped_saves:
+            self._skipped_saves -= 1
+            return
         self._pending = None
         self.report(Reached(place, self._local, self._number, where))
         self._tell_and_wait(AT_PLACE)  # the signal comes here, and its handler runs here
 
     def _reach_later(self) -> None:
-        """Lets this rank be disturbed while it goes on."""
+        """Lets this rank be disturbed while the script continues."""
         time.sleep(self.orders.delay_s)
         self.report(Reached(Place.STRETCH, self._local, self._number))
         self._tell_and_wait(AT_PLACE)
 
     def _tell_and_wait(self, what: str) -> None:
-        """Says that this rank is at its place, or at the end of its start, and waits for the answer."""
+        """Reports that this rank is at its place, or at the end of its start, and waits for the answer."""
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(_WAIT_S)
             with suppress(OSError):
@@ -169,9 +183,20 @@ class Observer:
         own_name: str = getattr(handler, "__qualname__", type(handler).__name__)
         what = "default" if handler == signal.SIG_DFL else "ignore" if handler == signal.SIG_IGN else own_name
         file = caller.f_code.co_filename
-        place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
+        of_function: tuple[str, int, bool] = ("", 0, False)
+        if code is not None:
+            raises = any(one.opname == "RAISE_VARARGS" for one in dis.get_instructions(code))
+            of_function = code.co_filename, code.co_firstlineno, raises
         elapsed = time.monotonic() - self._began
-        self.report(HandlerSet(signum, what, file, caller.f_lineno, is_library(file), elapsed, *place))
+        self.report(HandlerSet(signum, what, file, caller.f_lineno, is_library(file), elapsed, *of_function))
+
+    def report_threads(self) -> None:
+        """Reports the script's daemon threads that this process ends."""
+        for thread in threading.enumerate():
+            function = getattr(thread, "_target", None) or type(thread).run
+            code = getattr(getattr(function, "__func__", function), "__code__", None)
+            if thread.daemon and code is not None and not is_library(code.co_filename):
+                self.report(ThreadEnded(code.co_name, code.co_filename, code.co_firstlineno))
 
     def watch_renames(self) -> None:
         """Sees files that get another name."""
@@ -204,6 +229,35 @@ class Observer:
             return self._load(lambda: load(file, *args, **options), file)
 
         pickle.dump, pickle.load = observed_dump, observed_load  # type: ignore[assignment]
+
+    def watch_threads(self) -> None:
+        """Notes how many steps are done when a thread gets its task. What it saves is the state of then."""
+        start = threading.Thread.start
+
+        @functools.wraps(start)
+        def observed_start(thread: Any) -> None:
+            thread.steps_made = self._local, self._number
+            start(thread)
+
+        threading.Thread.start = observed_start  # type: ignore[method-assign, assignment]
+        when_imported("concurrent.futures.thread", self._watch_pools)
+
+    def _watch_pools(self, module: Any) -> None:
+        pool = module.ThreadPoolExecutor
+        submit = pool.submit
+
+        @functools.wraps(submit)
+        def observed_submit(this: Any, function: Any, /, *args: Any, **options: Any) -> Any:
+            steps = self._local, self._number
+
+            @functools.wraps(function)
+            def task(*args: Any, **options: Any) -> Any:
+                self._handed_over.steps = steps
+                return function(*args, **options)
+
+            return submit(this, task, *args, **options)
+
+        pool.submit = observed_submit
 
     def watch_safetensors(self, module: Any) -> None:
         """Sees its saves and loads. They cannot be interrupted in the middle."""
@@ -242,7 +296,10 @@ class Observer:
 
     def save_began(self, file: str) -> None:
         """A save to this file begins."""
-        self.report(SaveBegan(file, self._local, self._number, *_line_of_script()))
+        made = self._local, self._number
+        if threading.current_thread() is not threading.main_thread():
+            made = getattr(self._handed_over, "steps", getattr(threading.current_thread(), "steps_made", made))
+        self.report(SaveBegan(file, *made, *_line_of_script()))
 
     def saved(self, file: str, seconds: float, error: str) -> None:
         """That save has ended."""
@@ -252,7 +309,7 @@ class Observer:
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
-        """A full disk, if the orders say so."""
+        """Fills the disk during this save, if the orders ask for it."""
         if not self.disk_fills():
             yield
             return
@@ -295,6 +352,7 @@ class Observer:
         self._watch_files()
         self._watch_loaders()
         self._watch_evaluations()
+        self._watch_restores()
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)
@@ -321,12 +379,15 @@ class Observer:
 
         @functools.wraps(save)
         def observed_save(value: Any, f: Any, *args: Any, **options: Any) -> None:
+            self._contents.append(value)
             with self._save(f):
                 save(value, f, *args, **options)
 
         @functools.wraps(load)
         def observed_load(f: Any, *args: Any, **options: Any) -> Any:
-            return self._load(lambda: load(f, *args, **options), f)
+            found = self._load(lambda: load(f, *args, **options), f)
+            self._contents.append(found)
+            return found
 
         torch.save = serialization.save = observed_save
         torch.load = serialization.load = observed_load
@@ -415,6 +476,20 @@ class Observer:
 
         module.train = observed_train
 
+    def _watch_restores(self) -> None:
+        module = self._torch.nn.Module
+        load = module.load_state_dict
+
+        @functools.wraps(load)
+        def observed(this: Any, *args: Any, **options: Any) -> Any:
+            found = load(this, *args, **options)
+            if self._active and (missing := getattr(found, "missing_keys", None)):
+                total = len(this.state_dict())
+                self.report(Unmatched(len(missing), total, missing[0], *_line_of_script()))
+            return found
+
+        module.load_state_dict = observed
+
     def _watch_forward(self) -> None:
         """An evaluation need not read a loader, and need not end before the next step."""
         if self._pending is not Place.EVALUATION:
@@ -487,13 +562,21 @@ class Observer:
     def _report_states(self) -> None:
         from clusterddp.training.script_objects import Surroundings
 
-        search = Surroundings({}, self.loader).search()
+        contents = [one for one in self._contents if type(one) in (dict, list, tuple)]
+        search = Surroundings({}, self.loader, contents).search()
         objects = {f"{name}.{key}": value for name, state in search.others.items() for key, value in state.items()}
         kinds = {name: self._kind(value) for name, value in search.objects.items()}
         given = None
         if self.given is not None:
             given = tuple(name for name, value in search.objects.items() if id(value) in self.given)
-        self.report(States(self._local, objects, {**unset(), **search.variables}, kinds, given))
+        variables = {**unset(), **search.variables}
+        self.report(States(self._local, objects, variables, kinds, given, self._generators()))
+
+    def _generators(self) -> dict[str, str]:
+        states = {"Python's": random.getstate(), "torch's": self._torch.get_rng_state()}
+        if numpy := sys.modules.get("numpy"):
+            states["NumPy's"] = numpy.random.get_state()
+        return {name: self.digest(state) for name, state in states.items()}
 
     def _kind(self, value: Any) -> str:
         torch = self._torch

@@ -146,8 +146,8 @@ def _check(start: Start, conductor: Conductor) -> None:
     if not start.steps():
         raise ClusterddpError(
             "the script makes no step of a torch optimizer on rank 0, so there is nothing to disturb. A rehearsal "
-            "needs a script that trains in the process that srun starts, not in processes of its own (as with "
-            f"torch.multiprocessing.spawn, or torchrun in a subprocess){_printed(start)}"
+            "needs a script that trains in the process that srun starts, and not in other processes that it starts "
+            f"itself, as with torch.multiprocessing.spawn, or with torchrun in a subprocess{_printed(start)}"
         )
 
 
@@ -212,10 +212,10 @@ class _Runs:
         return found
 
     def _alone(self, disturbance: Disturbance) -> Tried:
-        stimulus = self.at if disturbance is Disturbance.AT else None
-        stimulus = stimulus or self.script.stimulus(disturbance, self.notice_s)
+        own = self.at if disturbance is Disturbance.AT else None
+        stimuli = [own] if own else self.script.stimuli(disturbance, self.notice_s)
         later = max(1, self.ranks // 2) if disturbance is Disturbance.RANKS else None
-        trial = self._run([stimulus], toggle=disturbance is Disturbance.WORKERS, later_ranks=later)
+        trial = self._run(stimuli, toggle=disturbance is Disturbance.WORKERS, later_ranks=later)
         failed = trial.last.completed is False and not trial.last.is_cut
         if not trial.starts[0].disturbed and not failed:
             tried = Tried(disturbance, "the script did not come to that place again", starts=len(trial.starts))

@@ -1,5 +1,5 @@
-"""Observes a script that trains with ``ctx.run()``: its checkpoints, its batches, what it logs, and what it gives to
-the run. The writer of the checkpoints is a process of its own."""
+"""Observes a script that trains with ``ctx.run()``: its checkpoints, its batches, what it logs, and what it passes to
+``ctx.run()``. Its checkpoints are written by a separate process, so they are not seen where torch is called."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Carries out the runs of a rehearsal under clusterddp: each is a local run, as ``submit --local`` makes it.
 
-Its supervisor decides what follows a preemption, a kill or a failure. An attempt is a start. Attempts that the
-supervisor restarts by itself get orders of their own, too.
+Its supervisor decides what follows a preemption, a kill or a failure. An attempt is a start. Each
+attempt has its own orders, also one that the supervisor starts by itself.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class Stimulus:
     ``notices``: TERMs to every rank, none for a kill. ``notice_s``: seconds until all are killed.
     ``too_short``: a save takes longer than that on purpose. ``kill``: KILL to
     rank 0, without a notice. ``time_limit``: the job ends in any case, and the next start is a new job. ``delay_s``:
-    from the ``place`` to the disturbance. ``full_disk``: the save fails, and nothing else happens. ``seconds`` and
+    from the ``place`` to the disturbance. ``skipped_saves``: the files of a checkpoint that are saved before the one in
+    whose save the disturbance comes. ``full_disk``: the save fails, and nothing else happens. ``seconds`` and
     ``line`` are the user's own moment in place of ``place``: after so many seconds, or once a rank prints a line that
     matches.
     """
@@ -47,6 +48,7 @@ class Stimulus:
     full_disk: bool = False
     time_limit: bool = False
     delay_s: float = 0.0
+    skipped_saves: int = 0
     seconds: float | None = None
     line: re.Pattern[str] | None = None
 
@@ -79,8 +81,8 @@ class Start:
     the notice, with their ``stacks``. ``output``: the end of each rank's standard error. ``requeued``: the script
     itself has called scontrol or sbatch. ``files``: sizes in the working folder afterwards, by path. ``timed_out``: it
     did not end. ``printed``: the end of rank 0's standard output. ``leftover``: whether processes outlived their rank.
-    ``completed``: whether the run is completed, as clusterddp says. None: the exit codes say so. ``inexact``: why
-    clusterddp says that its resume is not exact.
+    ``completed``: whether clusterddp has recorded the run as completed. None without clusterddp, where the exit codes
+    decide. ``inexact``: the reasons that clusterddp has recorded why its resume is not exact.
     """
 
     facts: Mapping[int, Sequence[Fact]]

@@ -12,13 +12,13 @@ from clusterddp.jobdef.job import Job
 from clusterddp.rehearsal.certificate import FORMAT, VERDICTS
 from clusterddp.rehearsal.workspace import CERTIFICATE, program_of, workspace_of
 
-#: The verdicts of which a user hears at each submission.
+#: ``submit`` prints a line for these verdicts.
 _TOLD = ("loses_work", "wrong_result")
 
 
 @dataclass(frozen=True)
 class _Certificate:
-    """What counts of ``rehearsal.json``."""
+    """The fields of ``rehearsal.json`` that are read here."""
 
     rehearsal: int
     program: str

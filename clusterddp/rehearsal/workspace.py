@@ -72,7 +72,7 @@ def workspace_of(job: Job, *, bounded: bool = True) -> Workspace:
         return Workspace(checkout.root, inside, checkout.copied, checkout.linked, checkout.commit, True)
     root = Path(job.script).resolve().parent if job.script else here  # Python finds a module in the current folder
     names = (str(path.relative_to(root)) for path in _files(root))
-    advice = "Put the script in a folder of its own, or in a git repository: what git ignores is not copied"
+    advice = "Move the script to a new folder, or put it under git and ignore what it does not need"
     copied = _names(root, names, most, advice)
     inside = here.relative_to(root) if here.is_relative_to(root) else Path()
     return Workspace(root, inside, copied, (), None, False)

@@ -127,11 +127,13 @@ _PLAIN_VALUES, _LARGEST_TENSOR = (bool, int, float, str), 10_000
 
 
 class Surroundings:
-    """The state of the script's own objects. ``parts``, what they consist of and the ``loader`` are no such objects."""
+    """The state of the script's own objects. ``parts``, what they consist of, the ``loader`` and ``others`` are no such
+    objects."""
 
-    def __init__(self, parts: Mapping[str, Any], loader: Any) -> None:
+    def __init__(self, parts: Mapping[str, Any], loader: Any, others: Iterable[Any] = ()) -> None:
         self._parts, self._loader = parts, loader
         self._known = {id(one) for part in parts.values() for one in _with_members(part)} | {id(loader)}
+        self._known |= set(map(id, others))
 
     def states(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
         """The digests of all objects with a state, and the plain values, by their names in the script."""

@@ -29,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def rehearsed(folder: Path, *words: object, code: int, script: str | None = None) -> dict[str, Any]:
-    """The certificate of a rehearsal of the script in a folder of its own, with one rank."""
+    """The certificate of a rehearsal of the script in a new folder, with one rank."""
     folder.mkdir(exist_ok=True)
     if script is None:
         shutil.copy(SCRIPT, folder / "train.py")
@@ -95,7 +95,7 @@ REFUSED = {
     "needs a GPU": ("raise RuntimeError('Found no NVIDIA driver on your system')", "needs a GPU"),
     "takes too long": ("import time; time.sleep(600)", "--limit"),
     "makes no step": ("print('no training')", "Rank 0 printed:\nno training"),
-    "trains in processes of its own": ("import subprocess; subprocess.run(['true'])", "processes of its own"),
+    "trains in other processes": ("import subprocess; subprocess.run(['true'])", "other processes that it starts"),
     "writes outside": ("open('../outside/file', 'w').write('x')", "writes outside"),
 }
 

@@ -30,6 +30,8 @@ from clusterddp.rehearsal.facts import (
     Saved,
     States,
     StepMade,
+    ThreadEnded,
+    Unmatched,
     read_facts,
     to_line,
     weights_in,
@@ -43,7 +45,7 @@ from tests.wording import raises
 STEPS, EVERY, FILE = 20, 5, "/run/last.pt"
 SCRIPT = "/run/train.py"
 HANDLER = HandlerSet(15, "on_term", SCRIPT, 10, False, 0.5, SCRIPT, 3)
-NOTICE = Stimulus(Place.STEP, 8, 1, 5.0)
+NOTICE, KILL = Stimulus(Place.STEP, 8, 1, 5.0), Stimulus(Place.SAVE, 8, 0, kill=True)
 
 
 def steps(first: int, end: int, **more: Any) -> list[Fact]:
@@ -231,6 +233,78 @@ def test_steps_with_a_learning_rate_of_0_do_not_shift_the_numbers() -> None:
     assert Trial([start(facts), start(facts)]).weights() == {"w0": 0, "w2": 2, "w3": 3, "w4": 4}
 
 
+def test_a_start_that_loads_the_newest_file_and_keeps_the_weights_of_a_new_model() -> None:
+    """As with load_state_dict(strict=False), and other names in the file."""
+    lenient = Unmatched(4, 4, "0.weight", SCRIPT, 41)
+    again = start([HANDLER, Loaded(FILE, 0, "", SCRIPT, 40), lenient], steps(0, STEPS))
+    (found,) = diagnose(undisturbed(), Trial([noticed(8, save(8)), again], [NOTICE]))
+    assert (found.cause, found.line) == (Cause.MODEL_NOT_RESTORED, 41)
+    assert "does not find 4 of its 4 values, such as 0.weight" in found.detail
+
+
+def test_a_checkpoint_that_is_deleted_before_the_next_one_is_whole() -> None:
+    begun = [*save(EVERY, "/run/5.pt"), *save(8, "/run/8.pt", whole=False)]
+    killed = start([HANDLER], steps(0, 8), begun, codes=-9, disturbed=True, files={"/run/8.pt": 1})
+    assert causes(killed, start([HANDLER], steps(0, STEPS)), stimulus=KILL) == [Cause.CHECKPOINT_DESTROYED]
+    kept = replace(killed, files={"/run/5.pt": 1, "/run/8.pt": 1})
+    assert causes(kept, resumed(EVERY, file="/run/5.pt"), stimulus=KILL) == []
+
+
+def test_the_files_of_a_checkpoint_that_are_of_different_saves() -> None:
+    model, optimizer = "/run/model.pt", "/run/optimizer.pt"
+
+    def both(number: int, *, whole: bool = True) -> list[Fact]:
+        second = save(number, f"{optimizer}.tmp", whole=whole)
+        renamed = [Renamed(f"{optimizer}.tmp", optimizer)] if whole else []
+        return [*save(number, f"{model}.tmp"), Renamed(f"{model}.tmp", model), *second, *renamed]
+
+    files = {model: 1, optimizer: 1}
+    whole = Trial([start([HANDLER], steps(0, STEPS), both(EVERY), both(10), files=files)])
+    killed = start([HANDLER], steps(0, 8), both(EVERY), both(8, whole=False), codes=-9, disturbed=True, files=files)
+    loads = [Loaded(model, 0), Loaded(optimizer, 0)]
+    found = causes(killed, start(loads, steps(8, STEPS)), of=Undisturbed(whole, whole), stimulus=KILL)
+    assert found == [Cause.RESUMES_HALF_WRITTEN]
+
+
+def test_a_folder_that_was_renamed_holds_the_files_that_were_saved_in_it() -> None:
+    """What an interrupted save leaves in the folder before is no checkpoint, though one of its files is whole."""
+
+    def folder(number: int) -> list[Fact]:
+        final = f"/run/step-{number}"
+        return [*save(number, f"{final}_tmp/model.pt"), Renamed(f"{final}_tmp", final)]
+
+    whole = Trial([start([HANDLER], steps(0, STEPS), folder(EVERY), folder(10), files={"/run/step-5/model.pt": 1})])
+    torn = [*save(8, "/run/step-8_tmp/model.pt"), *save(8, "/run/step-8_tmp/optimizer.pt", whole=False)]
+    files = {"/run/step-5/model.pt": 1, "/run/step-8_tmp/model.pt": 1, "/run/step-8_tmp/optimizer.pt": 1}
+    killed = start([HANDLER], steps(0, 8), folder(EVERY), torn, codes=-9, disturbed=True, files=files)
+    of = Undisturbed(whole, whole)
+    assert causes(killed, resumed(EVERY, file="/run/step-5/model.pt"), of=of, stimulus=KILL) == []
+    assert causes(killed, start([HANDLER], steps(0, STEPS)), of=of, stimulus=KILL) == [Cause.NOT_RESUMED]
+
+
+def test_a_notice_that_the_script_ignores_to_its_end() -> None:
+    """It passes the end of an epoch. A longer training would be killed."""
+    raising = replace(HANDLER, raises=True)
+    ignoring = start([raising], steps(0, 8), [Reached(Place.STEP, 8, 8)], steps(8, STEPS), disturbed=True)
+    (found,) = diagnose(undisturbed(), Trial([ignoring], [NOTICE]))
+    assert found.cause is Cause.FLAG_NOT_CHECKED and "12 steps after a notice" in found.detail
+    assert "on_term raises an exception, which the script catches" in found.detail
+    in_last_epoch = start([HANDLER], steps(0, 12), [Reached(Place.STEP, 12, 12)], steps(12, STEPS), disturbed=True)
+    assert causes(in_last_epoch) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ([ThreadEnded("_write", SCRIPT, 20)], "without waiting for its thread in _write"),
+        (save(8, "/run/8.pt", whole=False), "before its save to 8.pt is complete"),
+    ],
+)
+def test_a_script_that_exits_before_its_save_is_complete(facts: list[Fact], words: str) -> None:
+    (found,) = diagnose(undisturbed(), Trial([noticed(8, facts), resumed(EVERY)], [NOTICE]))
+    assert found.cause is Cause.NOT_SAVED_AT_NOTICE and words in found.detail and found.line
+
+
 def test_a_start_that_fails() -> None:
     failing = start([HANDLER], codes=1, output={0: "Traceback\nFileExistsError: out exists\n"})
     found = diagnose(undisturbed(), Trial([noticed(8, save(8)), failing], [NOTICE]))
@@ -340,6 +414,45 @@ def test_the_samples_and_the_loss_of_a_restart(
     """Epochs have ten steps."""
     later = start([HANDLER, Loaded(FILE, 0)], steps(at, at + 1, samples=samples, loss=loss), steps(at + 1, STEPS))
     assert causes(noticed(at, save(at)), later) == ([cause] if cause else [])
+
+
+#: The generators of a script with dropout, and of one whose loader alone draws from them, once an epoch.
+DROPOUT, LOADER = {"torch's": "#{n}"}, {"torch's": "#{epoch}"}
+
+
+@pytest.mark.parametrize(
+    ("generators", "later", "stage", "cause"),
+    [
+        (DROPOUT, "#other", "0", Cause.GENERATOR_NOT_RESTORED),
+        (DROPOUT, "#8", "0", Cause.STATE_NOT_RESTORED),
+        (LOADER, "#other", "0", Cause.STATE_NOT_RESTORED),
+        (LOADER, "#other", "2", Cause.GENERATOR_NOT_RESTORED),
+    ],
+)
+def test_another_loss_is_explained_by_a_generator_or_by_a_value_that_begins_again(
+    generators: Mapping[str, str], later: str, stage: str, cause: Cause
+) -> None:
+    def state(n: int) -> States:
+        drawn = {name: text.format(n=n, epoch=n // 10) for name, text in generators.items()}
+        return States(n, {}, {"stage": str(n // 4)}, {}, None, drawn)
+
+    of = undisturbed([state(n) for n in range(STEPS)])
+    now = States(0, {}, {"stage": stage}, {}, None, {"torch's": later})
+    again = start([HANDLER, Loaded(FILE, 0), now], steps(8, STEPS, loss="1"))
+    (found,) = diagnose(of, Trial([noticed(8, save(8)), again], [NOTICE]))
+    assert found.cause is cause
+    assert ("stage is 0 again after the restart, and was 2 before it" in found.detail) == (
+        cause is Cause.STATE_NOT_RESTORED
+    )
+
+
+def test_a_value_that_begins_again_explains_a_training_that_ends_at_another_step() -> None:
+    of = undisturbed([States(n, {}, {"stopper.bad": str(n // 8)}, {}) for n in range(STEPS)])
+    now = States(0, {}, {"stopper.bad": "0"}, {})
+    longer = start([HANDLER, Loaded(FILE, 0), now], steps(8, STEPS + 4))
+    (found,) = diagnose(of, Trial([noticed(8, save(8)), longer], [NOTICE]))
+    assert found.cause is Cause.STATE_NOT_RESTORED
+    assert "ends after 24 steps instead of 20. stopper.bad is 0 again" in found.detail
 
 
 def test_a_file_that_every_rank_writes() -> None:
