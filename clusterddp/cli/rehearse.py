@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         conductor = (
             SupervisedConductor(*given, job=job)
             if under == CLUSTERDDP
-            else SlurmConductor(*given, notice=_SIGNALS[arguments.signal])
+            else SlurmConductor(*given, notice=_SIGNALS[arguments.signal], variables=job.env)
         )
         ranks = counted(arguments.gpus, "rank")
         show(f"Rehearsing {arguments.target} under {under} on {ranks}, in a copy of {workspace.root}")

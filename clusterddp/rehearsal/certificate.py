@@ -161,6 +161,7 @@ def page(subject: Subject, rehearsal: Rehearsal, observed: Observed | None = Non
         "Started again by": {"slurm": "Slurm alone"}.get(subject.mode, subject.mode),
         "Ranks": str(subject.ranks),
         "Notice": f"{subject.notice_s:g} s",
+        "Script's own objects": "compared on rank 0",
         "Steps": str(rehearsal.script.steps),
         "Repeatable": "yes" if rehearsal.unlike is None else not_repeatable(rehearsal.unlike),
         "Starts": f"{rehearsal.starts}, {rehearsal.seconds:.0f} s in all",

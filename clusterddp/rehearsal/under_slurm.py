@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -40,8 +40,9 @@ _NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >> "{calls}"\n'
 
 @dataclass
 class SlurmConductor(Conductor):
-    """Carries out runs of one script as Slurm alone would."""
+    """Carries out runs of one script as Slurm alone would. ``variables``: those of the job definition."""
 
+    variables: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     is_supervised: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class SlurmConductor(Conductor):
     def environment(self, ranks: RankEnvironment, job: int, restart: int) -> dict[str, str]:
         """The environment of one rank, as srun and a wrapper that sets torchrun's variables would make it."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "CLUSTERDDP"))}
+        kept |= self.variables
         restarts = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
         return {
             **kept,

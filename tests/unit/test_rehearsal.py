@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.command_line import command
+from clusterddp.environment import RankEnvironment
 from clusterddp.errors import UsageError
 from clusterddp.rehearsal.causes import Cause, Rank
 from clusterddp.rehearsal.comparison import Result, first_unlike, result_of, resumes
@@ -40,6 +41,8 @@ from clusterddp.rehearsal.findings import diagnose
 from clusterddp.rehearsal.observer import unset
 from clusterddp.rehearsal.supervised import TOGETHER
 from clusterddp.rehearsal.trial import Start, Stimulus, Trial, Undisturbed
+from clusterddp.rehearsal.under_slurm import SlurmConductor
+from clusterddp.rehearsal.workspace import Workspace
 from tests.wording import raises
 
 STEPS, EVERY, FILE = 20, 5, "/run/last.pt"
@@ -720,3 +723,13 @@ def test_the_disturbances_of_one_run_are_in_the_order_of_their_places() -> None:
     assert set(wanted) - late.in_order(wanted, 20.0).keys() == {Disturbance.EVALUATION}
     assert script.in_order([Disturbance.EPOCH_END], 20.0)[Disturbance.EPOCH_END].after == 15
     assert Disturbance.SAVE not in Script(4, [], [], [], 0.1, True, True).in_order([Disturbance.SAVE], 20.0)
+
+
+def test_the_variables_of_a_job_definition_reach_the_ranks(tmp_path: Path) -> None:
+    """Under Slurm alone, too. Slurm's own variables win."""
+    variables = {"DATA": "/data", "OMP_NUM_THREADS": "3", "PATH": "/own", "SLURM_PROCID": "9"}
+    workspace = Workspace(tmp_path, Path(), (), (), None, False)
+    conductor = SlurmConductor(tmp_path, workspace, ["-m", "m"], 60, 9.0, variables=variables)
+    found = conductor.environment(RankEnvironment(1, 1, 2, 2, 0, (), "127.0.0.1", 1, "slurm"), 1, 0)
+    assert (found["DATA"], found["OMP_NUM_THREADS"], found["SLURM_PROCID"]) == ("/data", "3", "1")
+    assert found["PATH"] == f"{tmp_path}/bin:/own"
