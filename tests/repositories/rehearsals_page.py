@@ -32,7 +32,8 @@ _CELLS = """\
 The numbers are steps that were made twice, whose time is lost. **Wrong result** means that the run did not continue as
 the undisturbed one. Most scripts do not save the state of their random generators, so that they see other crops of an
 image, or other batches, after a restart. **Does not start again** means that every later start fails, so that all work
-waits for its user.
+waits for its user. clusterddp restores only what a script saves, but it protects the files of a save, and falls back to
+an older checkpoint if the newest one is incomplete.
 
 `make rehearse-repositories REPOSITORIES=FOLDER` repeats all this, and keeps [a certificate of
 each](../../tests/repositories/certificates). The sizes, the data and the substitutions are those of the [tested
@@ -70,25 +71,22 @@ def _disturbances(certificates: Mapping[str, Certificates]) -> list[str]:
 
 
 def _summary(made: Sequence[Certificates], names: Sequence[str]) -> str:
-    """How many repositories lose what, of those that have a certificate of each way."""
-    both = [own for own in made if own.keys() >= _MODES.keys()]
+    """How many repositories lose what, of those that have a certificate of that way."""
+    by_mode = {
+        mode: [[_cell(modes[mode], name) for name in names] for modes in made if mode in modes] for mode in _MODES
+    }
 
-    def cells(own: Certificates, mode: str) -> str:
-        return " ".join(_cell(own[mode], name) for name in names)
+    def row(words: str, test: Callable[[str], bool]) -> list[str]:
+        """``test``: of all cells of a repository, as one text."""
+        found = [f"{sum(test(' '.join(cells)) for cells in rows)} of {len(rows)}" for rows in by_mode.values()]
+        return [words, *found]
 
-    def count(mode: str, text: str) -> int:
-        return sum(text in cells(own, mode) for own in both)
-
-    def only_time(mode: str) -> int:
-        return sum(_STUCK not in cells(own, mode) and _WRONG not in cells(own, mode) for own in both)
-
-    rows: list[tuple[str, Callable[[str], int]]] = [
-        ("do not start again after one of the disturbances", lambda mode: count(mode, _STUCK)),
-        ("continue with a wrong result after one of them", lambda mode: count(mode, _WRONG)),
-        ("lose nothing but time", only_time),
+    rows = [
+        row("do not start again after one of the disturbances", lambda cells: _STUCK in cells),
+        row("continue with a wrong result after one of them", lambda cells: _WRONG in cells),
+        row("lose nothing but time", lambda cells: "**" not in cells),
     ]
-    head = [f"of {len(both)} repositories", *_MODES.values()]
-    return table(head, [[words, *(number(mode) for mode in _MODES)] for words, number in rows])
+    return table(["repositories that", *_MODES.values()], rows)
 
 
 def _rows(entry: Repository, modes: Certificates, names: Sequence[str]) -> list[list[str]]:
@@ -111,7 +109,11 @@ def _cell(certificate: Mapping[str, Any], name: str) -> str:
     if tried["resumed_step"] is None and tried["result"] == "unfinished":
         return _STUCK
     repeated = f"{tried['repeated_steps'] or 0} repeated"
-    return f"{repeated}, {_WRONG}" if tried["result"] == "differs" else repeated
+    if tried["result"] == "same":
+        return repeated
+    ranks = {one["rank"] for one in certificate["findings"] if name in one["disturbances"]}
+    is_wrong = tried["result"] == "differs" or "wrong_result" in ranks
+    return f"{repeated}, {_WRONG if is_wrong else '**does not complete**'}"
 
 
 def _first_cause(certificate: Mapping[str, Any]) -> str:

@@ -45,6 +45,7 @@ def test_the_page_of_rehearsals_shows_what_a_certificate_says() -> None:
     step = {"name": "step", "tried": True, "resumed_step": 8, "repeated_steps": 4, "result": "differs"}
     kill = {"name": "kill", "tried": True, "resumed_step": None, "repeated_steps": None, "result": "unfinished"}
     cause = {"rank": "loses_work", "cause": "new_folder", "detail": "a sentence", "file": "a.py", "line": 3}
+    cause |= {"disturbances": ["kill"]}
     alone = {"repeatable": True, "steps": 24, "disturbances": [step, kill], "findings": [cause]}
     same = {"resumed_step": 9, "repeated_steps": 3, "result": "same"}
     supervised = alone | {"disturbances": [step | same, kill | same], "findings": []}
@@ -53,8 +54,8 @@ def test_the_page_of_rehearsals_shows_what_a_certificate_says() -> None:
     rows = [line.strip("| ").split(" | ")[1:6] for line in shown.splitlines() if "owner/some" in line]
     assert rows[0] == ["24", "Slurm alone", "4 repeated, **wrong result**", "**does not start again**", "new folder"]
     assert rows[1][:4] == ["24", "clusterddp", "3 repeated", "3 repeated"]
-    assert "| of 1 repositories | Slurm alone | clusterddp |" in shown
-    assert "| lose nothing but time | 0 | 1 |" in shown
+    assert "| do not start again after one of the disturbances | 2 of 2 | 0 of 1 |" in shown
+    assert "| lose nothing but time | 0 of 2 | 1 of 1 |" in shown
     assert "under clusterddp: half, other." in shown and "a sentence (a.py:3)" in shown
 
 
