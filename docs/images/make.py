@@ -30,12 +30,24 @@ from clusterddp.rundir.run_directory import RunDirectory
 PREEMPTED, KILLED, STEPS, HOST = (800, 1900), 3600, 5000, "node1"
 #: The width of a page, and pixels of the picture per pixel of the page.
 WIDTH, SCALE = 1000, 1
+#: The texts of a page between two heights, for tests/unit/test_pictures.py.
+TEXT = """([begin, end]) => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [], range = document.createRange();
+  while (walker.nextNode()) {
+    range.selectNode(walker.currentNode);
+    const {height, top, bottom} = range.getBoundingClientRect();
+    const text = walker.currentNode.textContent.trim();
+    if (text && height && top >= begin && bottom <= end) found.push(text);
+  }
+  return found.join("\\n");
+}"""
 #: The most bytes of a picture.
 MOST = 150_000
 
 
 def main() -> None:
-    """Writes report-time-light.png beside this file."""
+    """Writes report-time-light.png and its text beside this file."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory(Path(folder) / "digits")
         train(run)
@@ -82,7 +94,9 @@ def draw(shown: Path) -> None:
         opened = browser.new_page(viewport=size, color_scheme="light", device_scale_factor=SCALE)
         opened.goto(shown.as_uri())
         file = Path(__file__).with_name("report-time-light.png")
-        opened.screenshot(path=file, full_page=True, clip=area(opened, "h1", "#time table"))
+        clip = area(opened, "h1", "#time table")
+        opened.screenshot(path=file, full_page=True, clip=clip)
+        file.with_suffix(".txt").write_text(f"{opened.evaluate(TEXT, [clip['y'], clip['y'] + clip['height']])}\n")
         print(f"{file}: {file.stat().st_size} bytes", "" if file.stat().st_size < MOST else "(too large)")
         browser.close()
 
