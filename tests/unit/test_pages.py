@@ -139,8 +139,10 @@ def test_the_readme_is_short_and_installs_the_present_version() -> None:
     assert wheels and {*wheels} == {clusterddp.__version__}
 
 
-def test_the_citation_has_the_version() -> None:
+def test_citation_and_changelog_have_the_version() -> None:
     assert f"\nversion: {clusterddp.__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
+    newest = re.search(r"^## (?!Unreleased)(\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == clusterddp.__version__
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
