@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from clusterddp.checkpoint.file_format import Tensor
-from clusterddp.checkpoint.sharded.sharding import is_sharded, like, local
+from clusterddp.checkpoint.sharded.sharding import dtensors, is_sharded, like, local
 from clusterddp.errors import CheckpointError
 
 #: The dtypes that a checkpoint supports, and their names in safetensors.
@@ -149,6 +149,7 @@ class Packed:
         self._names: list[Any] = []
         #: The DTensors, by the place of their shards.
         self._wholes: dict[int, Any] = {}
+        self._dtensors = dtensors()
         #: The dicts that still have tensors where their JSON form has names, and the place of the first one.
         self._forms: list[tuple[dict[str, Any], int]] = []
         try:
@@ -231,6 +232,8 @@ class Packed:
             values = list(item.values())
             if _is_plain_list(values):
                 return item.copy()
+            if not self._dtensors.isdisjoint(map(type, values)):
+                values = self._shards(values)
             if set(map(type, values)) <= _PLAIN_TENSORS:
                 form = item.copy()
                 self._forms.append((form, len(self._tensors)))
@@ -259,6 +262,15 @@ class Packed:
             "tensors, numpy arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and dicts of them. "
             "Convert it in state_dict(), and back in load_state_dict()"
         )
+
+    def _shards(self, values: list[Any]) -> list[Any]:
+        """The values with this rank's shards in place of DTensors, which is fast, if all of them are tensors then."""
+        shards = [value._local_tensor if type(value) in self._dtensors else value for value in values]
+        if not set(map(type, shards)) <= _PLAIN_TENSORS:
+            return values
+        places = enumerate(values, len(self._tensors))
+        self._wholes.update((place, value) for place, value in places if type(value) in self._dtensors)
+        return shards
 
     def _members(self, pairs: list[list[Any]], path: str) -> Any:
         return [[self._walk(key, path), self._walk(value, _below(path, key))] for key, value in pairs]

@@ -89,8 +89,14 @@ def check_version(version: str) -> None:
         )
 
 
+def dtensors() -> set[type]:
+    """DTensor, without importing its module where nothing else has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return set() if module is None else {module.DTensor}
+
+
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor, without importing its module where nothing else has."""
+    """Whether it is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
