@@ -39,7 +39,11 @@ BENCHMARKS = (
     Benchmark("scale", "benchmarks.scale", 60),
 )
 #: These take long in any form, and run only by name.
-LONG = (Benchmark("spares", "benchmarks.spares"), Benchmark("peers", "benchmarks.peers"))
+LONG = (
+    Benchmark("sharded", "benchmarks.sharded"),
+    Benchmark("spares", "benchmarks.spares"),
+    Benchmark("peers", "benchmarks.peers"),
+)
 
 
 def measured(

@@ -123,7 +123,7 @@ class Saver:
 
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.folder = folder / self.name.replace(" ", "-")
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)  # by each rank of a sharded model
         self.path = self.folder
         self._state: Callable[[], dict[str, Any]] = lambda: state_of(model, optimizer)
 
