@@ -27,7 +27,7 @@
 #               CHAOS="-k fork-then-sys-exit --seed 1" are pytest's arguments
 # make simulate      histories of the protocol in a simulated world, by its own code: SIMULATE="--histories 100000 --seed 7",
 #                    "--tell --shrink --seed 7" the story of one, "--mutants" whether mistakes in the product are found
-# make rehearsals    clusterddp rehearse on 21 scripts with a known bug each, and on the same scripts without it (1 hour);
+# make rehearsals    clusterddp rehearse on 24 scripts with a known bug each, and on the same scripts without it (1 hour);
 #                    REHEARSALS="--quick optimizer" are its arguments
 # make soak     about 300 preemptions and other faults at random moments, in 50 runs; CLUSTERDDP_SOAK_RUNS=1: in two;
 #               SOAK="--seed 7 -k cgroup-003" are pytest's arguments

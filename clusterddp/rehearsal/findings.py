@@ -43,17 +43,13 @@ def _of_result(undisturbed: Undisturbed, trial: Trial) -> str:
     if made != total:
         text = f"the run ends after {counted(made, 'step')} instead of {total}"
     for resume in comparison.resumes(undisturbed.start, trial):
-        if (
-            resume.at is None
-            or (
-                again := begun_again(
-                    undisturbed.start, comparison.unlike_at(undisturbed, trial.starts[resume.index], resume.at)
-                )
-            )
-            is None
-        ):
-            continue
-        return f"{text}. {again}"
+        unlike = []
+        if resume.at is not None:
+            unlike = comparison.unlike_at(undisturbed, trial.starts[resume.index], resume.at)
+        if again := begun_again(undisturbed.start, unlike):
+            return f"{text}. {again}"
+    if made != total:
+        text += ". What decides when it ends, such as the counter of an early stopping, is not restored"
     return text
 
 
