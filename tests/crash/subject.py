@@ -104,9 +104,13 @@ class Story:
 
     def _count(self) -> None:
         if self._made == self._stop_after:
-            client = self._saver._client if self._saver else None
-            writer = client._writer if isinstance(client, CheckpointClient) else None
-            self._stop(writer.pid if writer and writer.poll() is None else None)
+            writers = [client._writer for client in self._clients()]
+            self._stop([writer.pid for writer in writers if writer is not None and writer.poll() is None])
+
+    def _clients(self) -> list[CheckpointClient]:
+        """What has writers."""
+        client = self._saver._client if self._saver else None
+        return [client] if isinstance(client, CheckpointClient) else []
 
     def _submit(self) -> None:
         self._run.create()
@@ -173,25 +177,27 @@ class Story:
             self.promise(event=event.name, events=len(self._run.events()))
 
 
-def serve() -> None:
+def serve(story: type[Story]) -> None:
     """Answers each request with the child's exit status; a child lives no longer than its request."""
     torch.set_num_threads(1)
     for line in sys.stdin:
-        print(json.dumps(_play_traced(**json.loads(line))), flush=True)
+        print(json.dumps(_play_traced(story, **json.loads(line))), flush=True)
 
 
-def _play_traced(run: str, promises: str, stop_after: int, once: bool, strace: list[str]) -> dict[str, Any]:
+def _play_traced(
+    story: type[Story], run: str, promises: str, stop_after: int, once: bool, strace: list[str]
+) -> dict[str, Any]:
     stopped, tell = os.pipe()
     go, let_go = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(stopped), os.close(let_go)
-        _play(Path(run), promises, stop_after, once, tell, go)
+        _play(story, Path(run), promises, stop_after, once, tell, go)
     os.close(tell), os.close(go)
     said = ""
     with open(stopped) as told:
         if line := told.readline():
-            processes = [str(pid) for pid in (child, json.loads(line)) if pid]
+            processes = [str(pid) for pid in (child, *json.loads(line))]
             attach = [part for pid in processes for part in ("-p", pid)]
             tracer = subprocess.Popen([*strace, *attach], stderr=subprocess.PIPE, text=True)
             assert tracer.stderr is not None
@@ -209,7 +215,7 @@ def _play_traced(run: str, promises: str, stop_after: int, once: bool, strace: l
     return {"code": os.waitstatus_to_exitcode(status), "strace": said}
 
 
-def _play(run: Path, promises: str, stop_after: int, once: bool, tell: int, go: int) -> None:
+def _play(story: type[Story], run: Path, promises: str, stop_after: int, once: bool, tell: int, go: int) -> None:
     """The child's life."""
     ctypes.CDLL(None).prctl(0x59616D61, -1)  # PR_SET_PTRACER: strace is no ancestor
     # The same names and contents every time:
@@ -227,7 +233,7 @@ def _play(run: Path, promises: str, stop_after: int, once: bool, tell: int, go: 
 
     code = 1
     try:
-        Story(run, said, stop_after, once, stop).play()
+        story(run, said, stop_after, once, stop).play()
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -236,4 +242,4 @@ def _play(run: Path, promises: str, stop_after: int, once: bool, tell: int, go: 
 
 
 if __name__ == "__main__":
-    serve()
+    serve(Story)

@@ -38,7 +38,7 @@ def subject() -> Iterator[Subject]:
     reason = available()
     if reason is not None:
         (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
-    subject = Subject()
+    subject = Subject("tests.crash.subject")
     yield subject
     subject.close()
 
@@ -54,8 +54,8 @@ def place() -> Iterator[Path]:
 class Replay:
     """What a machine that died may leave of a recording, each different state looked at once."""
 
-    def __init__(self, root: Path, scratch: Path) -> None:
-        self._root, self._scratch = root, scratch
+    def __init__(self, root: Path, scratch: Path, problem: Callable[[Path, Promised], str | None] = problem) -> None:
+        self._root, self._scratch, self._problem = root, scratch, problem
         self._known: dict[tuple[frozenset[tuple[str, bytes | None]], Promised], str | None] = {}
         self.points = 0
 
@@ -90,7 +90,7 @@ class Replay:
         if key not in self._known:
             self._scratch.mkdir()
             write_tree(tree, self._scratch, self._root)
-            self._known[key] = problem(self._scratch / "runs" / "run", promised)
+            self._known[key] = self._problem(self._scratch / "runs" / "run", promised)
             shutil.rmtree(self._scratch)
         return self._known[key]
 

@@ -104,10 +104,10 @@ def available() -> str | None:
 
 
 class Subject:
-    """The server in ``tests.crash.subject``."""
+    """A server that plays scenarios: ``tests.crash.subject``, or ``tests.crash.sharded_subject``."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.crash.subject"]
+    def __init__(self, module: str) -> None:
+        command = [sys.executable, "-m", module]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env=environment, **pipes)

@@ -115,6 +115,12 @@ def test_other_numbers_of_ranks_load_what_was_saved_to_the_last_bit(tmp_path: Pa
         (["--precision"], 2),
         (["--evaluate"], 2),
         (["--accumulate", 3], 2),
+        (["--offload"], 2),
+        (["--compile"], 2),
+        (["--recompute"], 2),
+        (["--scaler"], 2),
+        (["--ema"], 2),
+        (["--precision", "--compile", "--recompute", "--ema", "--accumulate", 2], 2),
     ],
 )
 def test_a_preempted_run_equals_an_uninterrupted_one(tmp_path: Path, options: list[Any], ranks: int) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,6 +43,13 @@ parser.add_argument("--plain", action="store_true", help="DDP instead")
 parser.add_argument("--largest", action="store_true", help="prints the elements of the largest tensor")
 parser.add_argument("--best", type=float, nargs="*", help="the scores of the steps, and one after the loop")
 parser.add_argument("--die-after", type=int, help="rank 1 is killed when its file of this step is durable")
+parser.add_argument("--hang-in", type=int, help="the step in which rank 1 hangs, in the first attempt")
+parser.add_argument("--kill-in", type=int, help="the step in which rank 1 is killed, in the first attempt")
+parser.add_argument("--offload", action="store_true", help="the shards stay in host memory")
+parser.add_argument("--compile", action="store_true", help="each block")
+parser.add_argument("--recompute", action="store_true", help="activation checkpointing of each block")
+parser.add_argument("--scaler", action="store_true", help="a GradScaler")
+parser.add_argument("--ema", action="store_true", help="a moving average of the parameters")
 parser.add_argument("--wrong", help="what the ranks do not agree on")
 options = parser.parse_args()
 
@@ -64,6 +72,25 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.norm(x))
+
+
+class Average:
+    """A moving average of a model's shards."""
+
+    def __init__(self, model):
+        self.model = model
+        self.shards = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self):
+        for name, parameter in self.model.named_parameters():
+            self.shards[name].lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self):
+        return dict(self.shards)
+
+    def load_state_dict(self, state):
+        for name, shard in state.items():
+            self.shards[name].copy_(shard)
 
 
 class Largest(TorchDispatchMode):
@@ -141,12 +168,22 @@ else:
         from torch.distributed.tensor import Shard
 
         given["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.shape == (48, 48) else None
+    if options.offload:
+        given["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for block in model.blocks:
+        if options.recompute:
+            checkpoint(block)
+        if options.compile:
+            block.compile(backend="aot_eager")
         fully_shard(block, **given)
     fully_shard(model, **given)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+if options.ema:
+    parts["average"] = Average(model)
+if options.scaler:
+    parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
 data = [(torch.randint(11, (5,), generator=torch.Generator().manual_seed(i)), i) for i in range(50)]
 loader = ctx.loader(data, batch_size=options.batch // ctx.world_size)
 largest = Largest() if options.largest else contextlib.nullcontext()
@@ -174,14 +211,24 @@ for x, indices in run.steps(options.steps):
         with torch.no_grad():
             model(x)
         model.train()
+    if run.step == options.hang_in and ctx.rank == 1 and ctx.attempt == 0:
+        signal.pause()
+    if run.step == options.kill_in and ctx.rank == 1 and ctx.attempt == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     last = (run.step + 1) % options.accumulate == 0
     if options.unsynced:
         model.set_requires_gradient_sync(last)
     loss = nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-    loss.backward()
+    (parts["scaler"].scale(loss) if options.scaler else loss).backward()
     if last:
+        if options.scaler:
+            parts["scaler"].unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        parts["scaler"].step(optimizer) if options.scaler else optimizer.step()
+        if options.scaler:
+            parts["scaler"].update()
+        if options.ema:
+            parts["average"].update()
         scheduler.step()
         optimizer.zero_grad()
     run.log(loss=loss)
