@@ -113,13 +113,13 @@ class ShardedStory(Story):
             first = found.step if found else 0
             self._shards = clients_of(self._run, number, keep)
             for step in range(first + STEPS_PER_SAVE, first + STEPS_PER_SAVE * (saves + 1), STEPS_PER_SAVE):
-                self._save(step)
+                self._save(step, keep)
             for one in self._shards:
                 one.close()
             self._shards = ()
             self.promise(trained=number)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, keep: int) -> None:
         try:
             save([*self._shards], step)
         except NotSaved as error:
@@ -128,6 +128,10 @@ class ShardedStory(Story):
                 self._once = False
                 self._stop("let go")
         else:
+            # The writer has answered, and deletes old checkpoints now: as far as no error keeps it from that.
+            until = time.monotonic() + 0.5
+            while len([*self._run.checkpoints.iterdir()]) > keep and time.monotonic() < until:
+                time.sleep(0.001)
             self.promise(saved=step)
 
     def _clients(self) -> list[CheckpointClient]:

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.product]
 
 
 @pytest.fixture(scope="module")
-def stories(place: Path) -> Iterator[Stories]:  # noqa: F811
+def stories(place: Path) -> Iterator[Stories]:
     """Runs the scenario, with or without a fault."""
     if (reason := available()) is not None:
         (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
@@ -75,7 +75,7 @@ def _check_content(found: object) -> None:
         assert content["weight"].equal(shard(found.step, rank)), f"step {found.step} of rank {rank}"
 
 
-def test_a_machine_crash_at_any_call_loses_no_checkpoint(stories: Stories, place: Path) -> None:  # noqa: F811
+def test_a_machine_crash_at_any_call_loses_no_checkpoint(stories: Stories, place: Path) -> None:
     replay = Replay(place / "story", place / "scratch", problem)
     assert list(itertools.islice(replay.problems(stories.recording), 20)) == []
     print(f"{replay.points} moments, {replay.states} states")

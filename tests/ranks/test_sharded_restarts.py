@@ -24,7 +24,7 @@ def check_restarts(folder: Path, *options: object, word: str, ranks: int = 2) ->
     assert run.attempts() == [0, 1]
     assert len(events(run.path, word)) == 1
     (resumed,) = events(run.path, "resumed")
-    assert resumed["step"] in (3, 6) and resumed["redone"] == 8 - resumed["step"] and resumed["inexact"] == []
+    assert resumed["step"] in (3, 6) and resumed["inexact"] == []
     whole = train(folder / "whole", 10, ranks=ranks)
     assert state(whole, "end") in (run.attempt_logs(1) / "rank-0.out").read_text()
     assert losses(run.path) == losses(folder / "whole")

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -45,6 +46,8 @@ parser.add_argument("--best", type=float, nargs="*", help="the scores of the ste
 parser.add_argument("--die-after", type=int, help="rank 1 is killed when its file of this step is durable")
 parser.add_argument("--hang-in", type=int, help="the step in which rank 1 hangs, in the first attempt")
 parser.add_argument("--kill-in", type=int, help="the step in which rank 1 is killed, in the first attempt")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds per step")
+parser.add_argument("--micro", action="store_true", help="takes each batch in pieces of at most 4 samples")
 parser.add_argument("--offload", action="store_true", help="the shards stay in host memory")
 parser.add_argument("--compile", action="store_true", help="each block")
 parser.add_argument("--recompute", action="store_true", help="activation checkpointing of each block")
@@ -185,7 +188,7 @@ if options.ema:
 if options.scaler:
     parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
 data = [(torch.randint(11, (5,), generator=torch.Generator().manual_seed(i)), i) for i in range(50)]
-loader = ctx.loader(data, batch_size=options.batch // ctx.world_size)
+loader = ctx.loader(data, batch_size=4 if options.micro else options.batch // ctx.world_size)
 largest = Largest() if options.largest else contextlib.nullcontext()
 if options.largest:
     for name in ("prepare", "save_if_due", "commit"):
@@ -211,6 +214,7 @@ for x, indices in run.steps(options.steps):
         with torch.no_grad():
             model(x)
         model.train()
+    time.sleep(options.pause)
     if run.step == options.hang_in and ctx.rank == 1 and ctx.attempt == 0:
         signal.pause()
     if run.step == options.kill_in and ctx.rank == 1 and ctx.attempt == 0:
@@ -218,8 +222,11 @@ for x, indices in run.steps(options.steps):
     last = (run.step + 1) % options.accumulate == 0
     if options.unsynced:
         model.set_requires_gradient_sync(last)
-    loss = nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-    (parts["scaler"].scale(loss) if options.scaler else loss).backward()
+    losses = []
+    for piece in run.micro(x) if options.micro else [x]:
+        loss = nn.functional.cross_entropy(model(piece[:, :-1]).flatten(0, 1), piece[:, 1:].flatten())
+        (parts["scaler"].scale(loss) if options.scaler else loss).backward()
+        losses.append(loss.detach() * len(piece) / len(x))
     if last:
         if options.scaler:
             parts["scaler"].unscale_(optimizer)
@@ -231,7 +238,7 @@ for x, indices in run.steps(options.steps):
             parts["average"].update()
         scheduler.step()
         optimizer.zero_grad()
-    run.log(loss=loss)
+    run.log(loss=sum(losses))
     run.log(indices=(1 << indices).sum(), reduce="sum")
     if options.best:
         run.log(score=options.best[run.step])
