@@ -17,7 +17,8 @@ from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.crash.recovery import Promised
-from tests.crash.sharded_subject import RANKS, STEPS_PER_SAVE, clients_of, save, shard
+from tests.crash.sharded_subject import RANKS, clients_of, save, shard
+from tests.crash.subject import STEPS_PER_SAVE
 from tests.crash.test_crash import ERRORS, Replay, Stories, place, some, stopped_training
 from tests.crash.tracing import Subject, available
 
