@@ -213,6 +213,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+class Part:
+    def state_dict(self):  # async_save calls it before its thread starts
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"w": torch.ones(3)}
+
+    def load_state_dict(self, state): ...
+
 class Writer(FileSystemWriter):
     def finish(self, metadata, results):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -220,7 +227,7 @@ class Writer(FileSystemWriter):
         print("whole", flush=True)
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-found = getattr(dcp, sys.argv[1])({"w": torch.ones(3)}, storage_writer=Writer("dcp"))
+found = getattr(dcp, sys.argv[1])({"part": Part()}, storage_writer=Writer("dcp"))
 if sys.argv[1] == "async_save":
     found.result()
     signal.pause()
