@@ -198,7 +198,10 @@ def _of_states(undisturbed: Undisturbed, trial: Trial, resume: Resume) -> Iterat
         cause, why = Cause.STATE_NOT_RESTORED, also
         if not also:
             cause = Cause.GENERATOR_NOT_RESTORED
-            why = ". The state of a random generator, as of dropout or of the data, is not in the checkpoint"
+            why = (
+                ". The state of a random generator, as of dropout or of the data, is not in the checkpoint, or was "
+                "saved after a loader had read ahead"
+            )
             if was and now and (lost := _lost_state(undisturbed.start, was, now, unlike, in_step=True)):
                 cause, why = lost[0], f". {lost[1]}"
         same = "weights and samples" if any(made.samples for made in start.steps()) else "weights"
