@@ -1,7 +1,7 @@
 """Draws docs/images/demo.svg, the moving picture of the README: a rehearsal in a terminal.
 
 ``make pictures`` runs it. The command really runs, on this machine. Each line of the picture appears when the command
-printed it, except that a pause lasts three seconds at most. The picture is text with CSS animations, which also move in
+printed it, except that a pause lasts a second at most. The picture is text with CSS animations, which also move in
 an ``<img>``.
 """
 
@@ -20,7 +20,7 @@ from subprocess import PIPE, STDOUT
 
 COMMAND = "clusterddp rehearse jobs/digits.yaml"
 #: The longest pause, and how long the last line stands, in seconds.
-PAUSE_S, STANDS_S = 3.0, 5.0
+PAUSE_S, STANDS_S = 1.0, 10.0
 #: Characters of the longest line.
 WIDEST = 120
 #: Of a line and of a character at this size, in pixels.
