@@ -78,7 +78,7 @@ FAULTS: dict[Callable[[Context], None], tuple[str, str]] = {
     scripts.forgotten_scheduler: ("scheduler_not_restored", "scheduler, which ctx.run() does not receive"),
     scripts.forgotten_average: ("ema_not_restored", "ema"),
     scripts.dropout_generator: ("generator_not_restored", "generator"),
-    scripts.counter_in_a_closure: ("state_not_restored", "count (0 instead of"),
+    scripts.counter_in_a_closure: ("state_not_restored", "count (1 instead of"),
     scripts.running_mean: ("state_not_restored", "mean"),
     scripts.forgotten_logged_value: ("state_not_restored", "the logged best"),
     scripts.generator_of_the_dataset: ("generator_not_restored", "rank 0"),
