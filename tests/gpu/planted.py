@@ -24,7 +24,7 @@ RESULTS = Path(__file__).with_name("RESULTS.json")
 LEAST = 17
 ASYNCHRONY, EXACT = "test_asynchrony.py", "test_exact_resume.py"
 CHECKPOINTS, LOADERS, WRAPPING = "test_checkpoints.py", "test_loaders.py", "test_wrapping.py"
-GRAPHS = "test_graphs.py"
+GRAPHS, SHARDED = "test_graphs.py", "test_sharded.py"
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,21 @@ FAULTS = [
         "device = devices.get(name) or _saved_device(tensor)",
         "device = tensor.device",
         CHECKPOINTS,
+    ),
+    Fault(
+        "the snapshot of shards is copied on a stream that does not wait for the step",
+        "checkpoint/client.py",
+        "with torch.no_grad():\n            torch._foreach_copy_(",
+        "with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(self._device) if on_gpus else None):\n"
+        "            torch._foreach_copy_(",
+        SHARDED,
+    ),
+    Fault(
+        "the writer gets the snapshot of shards before the copies are complete",
+        "checkpoint/client.py",
+        "copied.synchronize()",
+        "copied.query()",
+        SHARDED,
     ),
 ]
 

@@ -128,8 +128,10 @@ class Largest(TorchDispatchMode):
 
 
 def whole(value):
-    """Of a DTensor, all of it."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    """Of a DTensor, all of it, on devices this rank's shard."""
+    if value.device.type == "cuda":
+        return (value.to_local() if isinstance(value, DTensor) else value).cpu()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def digest(parts):
@@ -148,6 +150,10 @@ def digest(parts):
             found.update(f"{path} {value}".encode())
 
     add("", {name: part.state_dict() for name, part in parts.items()})
+    if ctx.device.type == "cuda":
+        digests = [None] * ctx.world_size
+        torch.distributed.all_gather_object(digests, found.hexdigest())
+        return "".join(digests)
     return found.hexdigest()
 
 
@@ -155,7 +161,7 @@ ctx = clusterddp.init(
     seed=3, run_dir=options.run_dir, checkpoint=Checkpointing(every_steps=options.every, every_s=None)
 )
 torch.manual_seed(0)
-model = Net()
+model = Net().to(ctx.device)
 if options.wrong == "keys" and ctx.rank == 1:
     model.register_buffer("only_here", torch.zeros(1))
 if options.wrong == "buffers":
@@ -166,7 +172,7 @@ else:
     names = ("replicas", "shards") if options.replicas > 1 else ("shards",)
     shape = (options.replicas, ctx.world_size // options.replicas)[-len(names) :]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.precision else MixedPrecisionPolicy()
-    given = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), "mp_policy": policy}
+    given = {"mesh": init_device_mesh(ctx.device.type, shape, mesh_dim_names=names), "mp_policy": policy}
     if options.columns:
         from torch.distributed.tensor import Shard
 
@@ -186,7 +192,7 @@ parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 if options.ema:
     parts["average"] = Average(model)
 if options.scaler:
-    parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
+    parts["scaler"] = torch.amp.GradScaler(ctx.device.type, init_scale=2.0**127, growth_interval=3)
 data = [(torch.randint(11, (5,), generator=torch.Generator().manual_seed(i)), i) for i in range(50)]
 loader = ctx.loader(data, batch_size=4 if options.micro else options.batch // ctx.world_size)
 largest = Largest() if options.largest else contextlib.nullcontext()

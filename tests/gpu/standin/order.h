@@ -4,6 +4,7 @@
 // (record_stream was not called). What the host reads from pinned memory is not seen; late copies show that.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <set>
@@ -18,6 +19,7 @@ struct Block {  // of memory
   uint64_t written = 0;
   Clock reads = {};  // since then
   std::set<Key> recorded = {};  // by record_stream
+  Clock before = {};  // uses of the memory before it was freed, which events order before the next one
 };
 
 inline std::mutex g_mutex;
@@ -59,6 +61,10 @@ inline std::string use(Block& block, Key stream, bool writes, int streams) {
   std::lock_guard<std::mutex> lock(g_mutex);
   auto& clock = g_streams[stream];
   std::string wrong;
+  for (auto& [user, count] : block.before)
+    if (user != stream && !knows(clock, user, count))
+      wrong = "uses memory that was freed while " + name(user, streams) + " used it";
+  block.before.clear();
   if (block.writer >= 0 && block.writer != stream && !knows(clock, block.writer, block.written))
     wrong = std::string(writes ? "writes" : "reads") + " memory that " + name(block.writer, streams) + " writes";
   for (auto& [reader, count] : block.reads)
@@ -71,6 +77,17 @@ inline std::string use(Block& block, Key stream, bool writes, int streams) {
     block.reads[stream] = clock[stream];
   }
   return wrong.empty() ? wrong : name(stream, streams) + " " + wrong + ", and did not wait for it";
+}
+/// What is not over, as far as its own stream knows, when a block is freed. The next user must know it.
+inline Clock unfinished(const Block& block) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  auto uses = block.reads;
+  if (block.writer >= 0) uses[block.writer] = std::max(uses[block.writer], block.written);
+  auto& clock = g_streams[block.home];
+  std::erase_if(uses, [&](auto& one) {
+    return one.first == block.home || knows(clock, one.first, one.second) || knows(g_host, one.first, one.second);
+  });
+  return uses;
 }
 /// A block is freed: its own stream may use the memory again at once, others only if recorded. Returns what is wrong.
 inline std::string freed(const Block& block, int streams) {

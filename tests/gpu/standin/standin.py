@@ -3,7 +3,9 @@
 Environment: STANDIN_CUDA_DEVICES (how many; CUDA_VISIBLE_DEVICES selects among them), STANDIN_CUDA_MEMORY_GIB (of
 each, default 4), STANDIN_CUDA_DELAY_MS (copies to and from pinned memory are late by this, on their stream; with
 STANDIN_CUDA_SEED, each by a random part of it), STANDIN_CUDA_RACES=count (missing synchronization between streams is
-counted instead of raised), and what ``standin_watch`` lists: faults, counters, memory of several processes.
+counted instead of raised), STANDIN_CUDA_FREES=events (memory may be freed while another stream uses it, if the next
+use waits for that: FSDP does so, without record_stream), and what ``standin_watch`` lists: faults, counters, memory of
+several processes.
 """
 
 import contextlib
@@ -54,7 +56,13 @@ def before(name):
                 return torch.empty(*args, dtype=torch.uint8, device=device).untyped_storage()
             return torch._C.StorageBase.__new__(cls, *args, device=device, **kwargs)
 
-        UntypedStorage.__new__ = new
+        def resize_(storage, size):
+            if storage.device.type != "cuda":
+                return sys.modules["torch"]._C.StorageBase.resize_(storage, size)
+            _standin.resize_storage(storage, size)
+            return storage
+
+        UntypedStorage.__new__, UntypedStorage.resize_ = new, resize_
     else:
         import torch._C._distributed_c10d as c10d
 
@@ -197,6 +205,7 @@ def _into_c():
             os.register_at_fork(after_in_child=lambda: bad_fork.__setitem__(0, True))
             raises = os.environ.get("STANDIN_CUDA_RACES", "raise") == "raise"
             delay_s, patience_s = _number("DELAY_MS") / 1e3, _number("PATIENCE_S")
+            _standin.frees_by_events(os.environ.get("STANDIN_CUDA_FREES") == "events")
             _standin.configure(_memory(), delay_s, int(_number("SEED")), patience_s, raises)
             standin_watch.start(visible)
         initialized[0] = True
