@@ -443,7 +443,8 @@ class Observer:
             asked = this.__dict__.get("_asked")
             if asked and self._torch.is_grad_enabled():
                 indices = asked.popleft()
-                self._fetched = [one for one in indices if type(one) is int] if type(indices) is list else []
+                numbers = [one for one in indices if type(one) is int] if type(indices) is list else []
+                self._fetched = self._whole_indices(this._dataset, numbers)
                 self._unnumbered = "" if self._fetched else self.digest(found)
             elif asked:
                 asked.popleft()
@@ -451,6 +452,13 @@ class Observer:
 
         loader.__init__, loader.__iter__ = observed_init, observed_iter
         iterator.__next__, iterator._next_index = observed_next, observed_index
+
+    def _whole_indices(self, dataset: Any, indices: list[int]) -> list[int]:
+        """The indices in the whole dataset. A script may skip samples with a ``Subset`` of those that are left."""
+        while type(dataset) is self._torch.utils.data.Subset:
+            indices = [int(dataset.indices[index]) for index in indices]
+            dataset = dataset.dataset
+        return indices
 
     def _watch_evaluations(self) -> None:
         module = self._torch.nn.Module
