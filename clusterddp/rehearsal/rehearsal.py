@@ -182,18 +182,26 @@ class _Runs:
                 done[one] = Tried(one, "there is one rank")
         remaining = [one for one in wanted if one not in done]
         stimuli = self.conductor.together(self.script, remaining, self.notice_s)
+        after_others: Tried | None = None
         if len(stimuli) > 2:  # two would save one start, and cost three if there is a difference
-            done |= self._together(stimuli)
+            passed, after_others = self._together(stimuli)
+            done |= passed
         for one in wanted:
             if one not in done:
                 done[one] = self._alone(one)
+        if after_others is not None and not any(one.findings for one in done.values()):
+            done[after_others.disturbance] = after_others
+            (finding, *_) = after_others.findings
+            self.tell(f"{after_others.disturbance.value}, after the others: {finding.rank.words}: {finding.detail}")
         return [done[one] for one in wanted]
 
-    def _together(self, planned: Mapping[Disturbance, Stimulus]) -> dict[Disturbance, Tried]:
-        """Those that passed in one run with all of them. None if its result is wrong."""
+    def _together(self, planned: Mapping[Disturbance, Stimulus]) -> tuple[dict[Disturbance, Tried], Tried | None]:
+        """Those that passed in one run with all of them. If its result is wrong, none, and the last one of that run
+        with what is wrong in its result, which may show only after several resumes."""
         disturbances, stimuli = list(planned), list(planned.values())
         trial = self._run(stimuli)
         findings = diagnose(self.undisturbed, trial)
+        resumes = comparison.resumes(self.undisturbed.start, trial)
         reached = [start.disturbed for start in trial.starts[: len(stimuli)]]
         passed = not findings and comparison.result_of(self.undisturbed, trial) is Result.SAME
         names = ", ".join(one.value for one, was in zip(disturbances, reached, strict=False) if was)
@@ -201,15 +209,20 @@ class _Runs:
             self.tell(
                 f"{', '.join(one.value for one in disturbances)}, in one run: a difference, so each is tried alone"
             )
-            return {}
+            wrong = [one for one in findings if one.rank is Rank.WRONG_RESULT]
+            if not wrong:
+                return {}, None
+            index = min(len(stimuli), len(trial.starts)) - 1
+            last = self._described(disturbances[index], trial, index, resumes[index] if index < len(resumes) else None)
+            later = [replace(one, detail=f"{one.detail}. This shows only after several resumes") for one in wrong]
+            return {}, replace(last, findings=tuple(later))
         self.tell(f"{names}, in one run: ok")
-        resumes = comparison.resumes(self.undisturbed.start, trial)
         found = {}
         for index, (one, was) in enumerate(zip(disturbances, reached, strict=False)):
             if was:
                 resume = resumes[index] if index < len(resumes) else None
                 found[one] = replace(self._described(one, trial, index, resume), with_others=True)
-        return found
+        return found, None
 
     def _alone(self, disturbance: Disturbance) -> Tried:
         own = self.at if disturbance is Disturbance.AT else None

@@ -99,7 +99,7 @@ FAULTS: dict[Callable[[Context], None], tuple[str, str]] = {
 def test_a_fault_is_found_and_named(script: Callable[[Context], None], tmp_path: Path) -> None:
     """Some show at the second resume only."""
     cause, words = FAULTS[script]
-    only = "step" if script is scripts.forgotten_scheduler else "step,two-notices"
+    only = "step" if script is scripts.forgotten_scheduler else "step,after-save,two-notices"
     found = rehearse(script, tmp_path, FAULT_FOUND, only)["findings"]
     assert cause in [one["cause"] for one in found]
     assert any(words in one["detail"] for one in found), found
