@@ -6,6 +6,8 @@ import resource
 import signal
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_local import start, submit
@@ -70,6 +72,7 @@ def test_a_last_checkpoint_that_finds_no_space_is_saved_once_there_is_some(tmp_p
     assert {line["step"] for line in read_lines(run.metrics_file)} == set(range(5))
 
 
+@pytest.mark.product  # the test above has the retries
 def test_a_run_whose_last_checkpoint_finds_no_space_in_time_fails_without_a_restart(tmp_path: Path) -> None:
     """A restart would repeat steps, and find the same disk."""
     script, run = tmp_path / "train.py", RunDirectory(tmp_path / "run")

@@ -65,7 +65,7 @@ def test_one_file_preempted_before_its_first_checkpoint_and_killed_in_every_late
         "attempt 1: no complete checkpoint matches out/ckpt.pt. The script starts from the beginning. If it has saved "
         "a checkpoint, correct `resume.checkpoint` and submit with --change"
     )
-    assert [line.partition(", written")[0] for line in later] == [
+    assert [line.partition(", saved")[0] for line in later] == [
         f"attempt {number}: the newest checkpoint of the script is out/ckpt.pt" for number in (2, 3, 4, 5)
     ]
     assert all(line.endswith("before the stop. The script starts with --init_from=resume") for line in later)
@@ -97,7 +97,7 @@ def test_the_newest_complete_one_of_several(
     assert outcome(run) == "completed", story(run)
     path = run.path.parent / "out" / names[0]
     (line,) = said(run, "own_resume")
-    assert f"{path}, written" in line and f"starts with {option} {path}. Not used: " in line and names[1] in line
+    assert f"{path}, saved" in line and f"starts with {option} {path}. Not used: " in line and names[1] in line
     assert f"resumed from {path}" in said(run, "own_checkpoint_read")[0]
     log = (run.attempt_logs(1) / "rank-0.out").read_text()
     assert "starts at step 20" in log and "done with weight 30" in log

@@ -37,7 +37,7 @@ def test_a_rank_that_is_stopped_on_another_node_and_then_all_of_them_cost_a_rest
     assert training.finish() == "completed", story(training.run)
     one, both = events_of(training.run, "hung")
     assert (one["late"], one["host"], both["late"]) == ([1], "n2", [0, 1])
-    assert ". The others wait in all_reduce" in one["what"]
+    assert ". The others wait in all_reduce" in one["what"], (training.run.attempt_logs(0) / "rank-0.err").read_text()
     assert "in all_reduce" in (training.run.attempt_logs(0) / "rank-0.err").read_text()
     assert [event["reason"] for event in events_of(training.run, "restarted")] == [
         "rank 1 (n2) hung",

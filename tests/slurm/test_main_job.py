@@ -208,7 +208,7 @@ def test_a_script_resumes_from_its_own_checkpoint_once_it_has_one(cluster: Clust
         "attempt 1: no complete checkpoint matches out/ckpt.pt. The script starts from the beginning. If it has saved "
         "a checkpoint, correct `resume.checkpoint` and submit with --change"
     )
-    assert resumes[1].startswith("attempt 2: the newest checkpoint of the script is out/ckpt.pt, written ")
+    assert resumes[1].startswith("attempt 2: the newest checkpoint of the script is out/ckpt.pt, saved ")
     assert [event["file"] for event in run.events() if event["event"] == "own_checkpoint_read"] == ["out/ckpt.pt"]
     assert "starts at step 10\ndone with weight 30" in (run.attempt_logs(2) / "rank-0.out").read_text()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.waiting import story, wait_until
 
 
+@pytest.mark.product  # test_transcript.py has the commands for one run, unit/test_waiting.py several
 def test_many_runs_are_waited_for_and_cancelled(cluster: Cluster, runs: Path) -> None:
     """One completes; one runs and one is pending until both are cancelled by one command, which frees the nodes."""
 

@@ -42,6 +42,7 @@ def check_same(training: Training, folder: Path, attempts: int) -> None:
     assert samples(run.path) == samples(folder / "whole")
 
 
+@pytest.mark.product  # ranks/test_sharded_resume.py has the bits
 def test_a_run_whose_rank_is_killed_and_which_is_then_preempted_ends_with_the_same_bits(
     cluster: Cluster, runs: Path, tmp_path: Path
 ) -> None:
