@@ -86,8 +86,12 @@ class Checkpoints:
                 return
             time.sleep(0.5)
 
-    def check_present(self) -> None:
-        """Raises CheckpointError if all committed checkpoints of the run are missing, as it would start from step 0."""
+    def check_present(self, within_s: float = 0.0) -> None:
+        """Raises CheckpointError if all committed checkpoints of the run are missing, as it would start from step 0.
+
+        Waits so long at most until a shared disk shows one. The folder of a sharded model's checkpoint may have been
+        created by another node, so that even the node of rank 0 does not see it at once.
+        """
         if self.candidates():
             return
         from clusterddp.history import beginnings, checkpoints  # only here, as in _from_history
@@ -99,12 +103,15 @@ class Checkpoints:
                 continue
             if not highest or event.step <= highest.get(event.attempt, -1):
                 committed.append(event.step)
-        if committed:
-            raise CheckpointError(
-                f"checkpoint {max(committed)} of this run was saved, but all checkpoints are missing from "
-                f"{self.folder}. A run never restarts from step 0 on its own. Restore the files, or start a new run in "
-                "a different folder"
-            )
+        deadline = time.monotonic() + within_s
+        while committed and not self.candidates():
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"checkpoint {max(committed)} of this run was saved, but all checkpoints are missing from "
+                    f"{self.folder}. A run never restarts from step 0 on its own. Restore the files, or start a new "
+                    "run in a different folder"
+                )
+            time.sleep(0.5)
 
     def record_resume(self, parent: tuple[int, int] | None) -> None:
         """Records, before the first step, the checkpoint (attempt, step) that this attempt resumes from.

@@ -37,7 +37,7 @@ from clusterddp.protocol import DEBUG_RANK
 from clusterddp.reporter import ignore_print_errors, say
 from clusterddp.rundir.claims import JobClaim, ProcessClaim
 from clusterddp.rundir.deletion import delete_old_logs
-from clusterddp.rundir.files import exists, follow_folder, remove, unlink
+from clusterddp.rundir.files import HIDDEN_S, exists, follow_folder, remove, unlink
 from clusterddp.rundir.ownership import check_run, hold_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -192,7 +192,7 @@ def supervise_one(
     # Another job may have completed it, which ended while the controller was asked.
     if (code := finished(run, controller, run.outcome())) is not None:
         return code
-    of_run(run).check_present()
+    of_run(run).check_present(within_s=HIDDEN_S)
     history = run.history()
     reason = exceeded(job, history, time.time())
     is_done, found = completion_marker.look(run, job, history)

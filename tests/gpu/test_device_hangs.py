@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.gpu.conftest import GPUs
 from tests.trainings import events_of
@@ -14,6 +16,7 @@ from tests.waiting import story
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.product  # unit/test_hangs.py has what is concluded
 def test_the_rank_whose_device_never_completes_a_kernel_is_named_although_all_hosts_are_in_their_backward(
     gpus: GPUs, tmp_path: Path
 ) -> None:

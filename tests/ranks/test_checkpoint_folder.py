@@ -85,6 +85,7 @@ def test_what_was_saved_can_be_restored_in_the_same_process_and_in_the_next(tmp_
             folder.save(begins_at + 3, model=model)
 
 
+@pytest.mark.product  # the tests around it have the folder
 def test_a_save_that_ignores_existing_checkpoints_is_refused_and_one_without_close_is_not_lost(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -51,6 +51,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
     return run, finished(start(run, "slow"), run)
 
 
+@pytest.mark.product  # unit/test_hangs.py has both
 def test_neither_an_announced_pause_nor_work_is_a_hang(slow: tuple[RunDirectory, str]) -> None:
     """The other rank waits for either in a collective, for longer than the watchdog allows."""
     run, _ = slow

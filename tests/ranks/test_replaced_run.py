@@ -63,7 +63,8 @@ def contents(folder: Path) -> dict[str, object]:
     return {path.name: (path.read_bytes(), path.stat().st_mode) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("then", [pytest.param("train", marks=pytest.mark.product), "fail"])
+@pytest.mark.product  # the tests below have folders in the place of a run
+@pytest.mark.parametrize("then", ["train", "fail"])
 def test_a_run_whose_folder_is_replaced_writes_and_deletes_nothing_in_the_new_one(
     group_folder: Path, open_folder: Path, then: str
 ) -> None:

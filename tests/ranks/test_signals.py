@@ -88,6 +88,7 @@ for batch in run.steps(6):
 """
 
 
+@pytest.mark.product  # the test above has a handler that exits
 def test_a_handler_that_exits_before_the_other_rank_has_the_signal_delays_no_preemption(tmp_path: Path) -> None:
     """If rank 0 waited for it, and it for rank 0, Slurm would kill both before the job is requeued."""
     script, run = tmp_path / "signals.py", RunDirectory(tmp_path / "run")

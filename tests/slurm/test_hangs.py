@@ -27,6 +27,7 @@ def stop_ranks(training: Training, attempt: int, *nodes: str) -> None:
     training.wait(lambda: attempt + 1 in training.run.attempts(), f"attempt {attempt + 1}")
 
 
+@pytest.mark.product  # ranks/test_hangs.py has a rank that hangs
 def test_a_rank_that_is_stopped_on_another_node_and_then_all_of_them_cost_a_restart_in_place_each(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from tests.waiting import story
 
 #: proctrack, user signal, preemption by QOS, grace, loader workers: both values of each, with the standard cluster of
 #: the other tests, whose runs have no workers.
-TYPICAL = [("linuxproc", True, True, 0, 2)]
 PRODUCT = list(itertools.product(("cgroup", "linuxproc"), (False, True), (False, True), (20, 0), (0, 2)))
-FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
 
 
-@pytest.mark.parametrize(("proctrack", "user_signal", "qos", "grace", "workers"), PRODUCT if FULL else TYPICAL)
+@pytest.mark.product  # test_preemption.py has the standard cluster
+@pytest.mark.parametrize(("proctrack", "user_signal", "qos", "grace", "workers"), PRODUCT)
 def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
     clusters: Any,
     runs_on: Any,
@@ -32,15 +30,14 @@ def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
     grace: int,
     workers: int,
 ) -> None:
-    """Preempted in its first step, without a grace in rendezvous, too, or, for the full product, at every moment."""
+    """Preempted at every moment."""
     config = dataclasses.replace(clusters.standard, proctrack=proctrack, user_signal=user_signal, qos=qos)
     cluster = clusters.get(config)
     cluster.set_grace(grace)
     options = ["-q", "low"] if qos else []
-    moments = MOMENTS if FULL else ["first step"] if grace else ["rendezvous", "first step"]
-    script = ["--moments", ",".join(moments), "--workers", str(workers)]
+    script = ["--moments", ",".join(MOMENTS), "--workers", str(workers)]
     training = Training.submit(cluster, runs_on(cluster), *script, options=options)
-    preempt_at_each(training, moments)
+    preempt_at_each(training, MOMENTS)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training)
     left = [process for node in cluster.nodes for process in cluster.processes(node) if "train.py" in process.command()]

@@ -17,11 +17,12 @@ import torch
 from clusterddp import protocol
 from clusterddp.checkpoint import file_format, restore
 from clusterddp.checkpoint.checkpoint import Checkpoint
-from clusterddp.checkpoint.store import Checkpoints, lineage
+from clusterddp.checkpoint.store import Checkpoints, lineage, of_run
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
+from tests.histories import happened
 from tests.wording import raises, says
 
 CONTENT = {"model": {"weight": torch.ones(10)}}
@@ -197,6 +198,28 @@ def test_a_committed_checkpoint_that_a_shared_disk_hides_is_waited_for(
     search = restore.Search(Checkpoints(directory, directory.create_attempt(), Keep()), lambda *_: None)
     found = search.next(Checkpoint, Checkpoint.read_head)
     assert found is not None and found[0].step == 10 and len(waited) == 3
+
+
+def test_a_supervisor_waits_for_the_only_checkpoint_that_a_shared_disk_hides(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node has created the folder of a sharded model's checkpoint (seed 8920)."""
+    first = attempt(directory)
+    save(directory, first, 10, CONTENT)
+    happened(directory, {"time": 1.0, "attempt": first, "event": "checkpoint", "step": 10})
+    (path,) = directory.checkpoints.glob("step-*")
+    hidden, waited = path.rename(directory.path / "hidden"), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            hidden.rename(path)
+
+    monkeypatch.setattr("clusterddp.checkpoint.store.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with raises(CheckpointError):
+        of_run(directory).check_present()
+    of_run(directory).check_present(within_s=60.0)
+    assert len(waited) == 3
 
 
 def test_a_committed_checkpoint_that_stays_away_is_reported(
